@@ -1,0 +1,206 @@
+"""Trajectory and Group: token-exact records of what the model saw and sampled.
+
+A group travels as one buffer (`encode_group`): through the object store, and byte for byte the
+same into the run's journal. Small buffers are deflated, since Ray carries objects below 100 kB
+inside its control messages and siblings repeat their prompt; large ones stay raw so that readers
+map them without a copy.
+"""
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MAGIC = b"ARG1"
+_HEADER = struct.Struct("<4sBxxxII")  # magic, deflated, length of the JSON head, length raw
+_DEFLATE_BELOW_BYTES = 65536
+_COLUMNS = (
+    ("token_ids", "<i4"),
+    ("loss_mask", "|b1"),
+    ("behaviour_logprobs", "<f4"),
+    ("versions", "<i4"),
+    ("turn_ids", "<i2"),
+)
+
+
+class Outcome(StrEnum):
+    """How an episode ended. Only the first two carry a reward that means something."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    """A token or turn limit cut it short; what was said is still scored."""
+    AGENT_ERROR = "agent_error"
+    ENV_ERROR = "env_error"
+    TIMEOUT = "timeout"
+    UNSCORED = "unscored"
+    """It finished, but the reward raised, timed out or abstained. Not a reward of zero."""
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a reward of such an episode may be trained on."""
+        return self in (Outcome.OK, Outcome.TRUNCATED)
+
+
+class StopReason(StrEnum):
+    """Why the engine stopped sampling a turn."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One row of tokens as the model saw them; the arrays have the same length T."""
+
+    token_ids: NDArray[np.int32]
+    """[T]"""
+    loss_mask: NDArray[np.bool_]
+    """[T] True on tokens the policy sampled."""
+    behaviour_logprobs: NDArray[np.float32]
+    """[T] log-prob at the sampling temperature when sampled; 0 elsewhere."""
+    versions: NDArray[np.int32]
+    """[T] version that sampled the token; -1 elsewhere."""
+    turn_ids: NDArray[np.int16]
+    """[T] index of the model call that sampled the token; -1 elsewhere."""
+    task_id: str
+    group_id: str
+    episode_id: str
+    branch_id: int = 0
+    """0 = main line; sub-agents and rewritten histories count up."""
+    reward: float | None = None
+    """None until scored, and for ever when it could not be scored."""
+    outcome: Outcome = Outcome.OK
+    stop_reason: StopReason = StopReason.STOP
+    failure: str = ""
+    """Reason, where the outcome is not ok; one line."""
+    final_text: str = ""
+    """The last assistant message, what most rewards read."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by place: model, tool, reward."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """JSON values a reward or agent wants to see in reports."""
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        for name, _ in _COLUMNS:
+            if len(getattr(self, name)) != length:
+                raise ValueError(
+                    f"trajectory {self.episode_id}: {name} has {len(getattr(self, name))} entries, "
+                    f"token_ids has {length}; they must match"
+                )
+        sampled = self.behaviour_logprobs[self.loss_mask]
+        if not np.isfinite(sampled).all():
+            raise ValueError(
+                f"trajectory {self.episode_id}: a sampled token has no finite behaviour log-prob; "
+                "the engine must report one for each token it samples"
+            )
+        if (self.versions[self.loss_mask] < 0).any():
+            raise ValueError(
+                f"trajectory {self.episode_id}: a sampled token has no version; "
+                "the engine must stamp each token it samples"
+            )
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens the policy sampled: what a loss may count."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first sampled one (all, if none was sampled)."""
+        sampled = np.flatnonzero(self.loss_mask)
+        return int(sampled[0]) if len(sampled) else len(self.token_ids)
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest version among sampled tokens; -1 if none was sampled."""
+        return int(self.versions[self.loss_mask].min()) if self.loss_mask.any() else -1
+
+    @property
+    def newest_version(self) -> int:
+        """Newest version among sampled tokens; -1 if none was sampled."""
+        return int(self.versions[self.loss_mask].max()) if self.loss_mask.any() else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sibling episodes of one task: the unit of admission, baseline and ledger."""
+
+    group_id: str
+    task_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest version that sampled any token of the group; -1 if nothing was sampled."""
+        versions = [t.oldest_version for t in self.trajectories if t.oldest_version >= 0]
+        return min(versions, default=-1)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of all siblings, shared prompts counted each time."""
+        return sum(len(t.token_ids) for t in self.trajectories)
+
+
+_SCALARS = (
+    "task_id", "group_id", "episode_id", "branch_id", "reward", "outcome", "stop_reason",
+    "failure", "final_text", "seconds", "details",
+)  # fmt: skip
+
+
+def encode_group(group: Group) -> bytes:
+    """One self-contained buffer: a JSON head, then each column of all siblings end to end."""
+    rows = [
+        {**{name: getattr(t, name) for name in _SCALARS}, "length": len(t.token_ids)}
+        for t in group.trajectories
+    ]
+    head = {"group_id": group.group_id, "task_id": group.task_id, "rows": rows}
+    head_bytes = json.dumps(head, separators=(",", ":")).encode()
+    head_bytes += b" " * (-(_HEADER.size + len(head_bytes)) % 8)  # columns start aligned
+    parts = [head_bytes]
+    for name, dtype in _COLUMNS:
+        for trajectory in group.trajectories:
+            parts.append(np.ascontiguousarray(getattr(trajectory, name), dtype=dtype).tobytes())
+        parts.append(b"\0" * (-sum(map(len, parts[1:])) % 8))
+    body = b"".join(parts)
+    deflated = len(body) < _DEFLATE_BELOW_BYTES
+    packed = zlib.compress(body, level=1) if deflated else body
+    return _HEADER.pack(_MAGIC, deflated, len(head_bytes), len(body)) + packed
+
+
+def decode_group(buffer: bytes | memoryview) -> Group:
+    """Inverse of `encode_group`. Arrays of large groups are read-only views of `buffer`.
+
+    Raises:
+        ValueError: The buffer is not a group or is cut short.
+    """
+    if len(buffer) < _HEADER.size or bytes(buffer[:4]) != _MAGIC:
+        raise ValueError("buffer is not an encoded group")
+    _, deflated, head_length, body_length = _HEADER.unpack_from(buffer)
+    body = memoryview(buffer)[_HEADER.size :]
+    if deflated:
+        body = memoryview(zlib.decompress(body))
+    if len(body) != body_length:
+        raise ValueError(f"encoded group has {len(body)} bytes, its header says {body_length}")
+    head = json.loads(bytes(body[:head_length]))
+    lengths = [row.pop("length") for row in head["rows"]]
+    columns, offset = {}, head_length
+    for name, dtype in _COLUMNS:
+        column = np.frombuffer(body, dtype=dtype, count=sum(lengths), offset=offset)
+        columns[name] = np.split(column, np.cumsum(lengths)[:-1]) if lengths else []
+        offset += column.nbytes + (-(offset - head_length + column.nbytes) % 8)
+    trajectories = tuple(
+        Trajectory(
+            **{name: columns[name][i] for name, _ in _COLUMNS},
+            **{**row, "outcome": Outcome(row["outcome"]), "stop_reason": StopReason(row["stop_reason"])},
+        )
+        for i, row in enumerate(head["rows"])
+    )
+    return Group(head["group_id"], head["task_id"], trajectories)

@@ -1,0 +1,137 @@
+"""What a generation engine and a train engine can do; the actors know nothing else of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from areal_ray.core.config import Config
+from areal_ray.core.trajectory import Group, StopReason
+
+if TYPE_CHECKING:
+    import torch
+
+OnWeightUpdate = Literal["keep", "recompute", "drain"]
+
+
+class SamplingConfig(Config):
+    """How one turn is sampled."""
+
+    temperature: float = Field(1.0, ge=0.0)
+    """0 = greedy. Behaviour log-probs are at this temperature (at 1 where it is 0)."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+    """0 = off."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Tokens one turn may sample at most."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the tokenizer's end-of-turn token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One turn to sample: token ids in."""
+
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    """[P] exactly what the model sees."""
+    sampling: SamplingConfig
+    seed: int = 0
+    """With the position it fixes each draw, whatever else is in the batch."""
+    prefix_key: str = ""
+    """Requests with the same non-empty key begin alike (a group's prompt, an episode's past)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """One sampled turn: token ids out."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    """[N] the sampled ids, the stop token included where one was sampled."""
+    logprobs: NDArray[np.float32]
+    """[N] log-prob of each sampled token at the sampling temperature."""
+    versions: NDArray[np.int32]
+    """[N] version of the weights that sampled each token."""
+    stop_reason: StopReason
+    error: str = ""
+    """Why the engine could not serve this request; then the arrays are empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """A generation engine's own account of itself."""
+
+    version: int
+    num_running: int
+    num_waiting: int
+    sampled_tokens: int
+    """Since start."""
+    busy_s: float
+    """Seconds spent in prefill and decode since start."""
+    idle_for_swap_s: float
+    """Seconds paused for weight swaps since start."""
+
+
+class GenerationEngine(Protocol):
+    """Samples turns. Owns its own loop (a thread); every method may be called from any thread."""
+
+    def start(self, on_results: Callable[[list[GenerationResult]], None]) -> None:
+        """Begin serving; `on_results` gets each engine step's finished turns in one call."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue turns. A bad request comes back through `on_results` with its error."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End turns now; they come back with what was sampled and StopReason.ABORT."""
+
+    def pause(self) -> None:
+        """Stop between two decode steps; requests stay."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name (as in the Hugging Face checkpoint) and shape of each tensor `swap` expects."""
+
+    def swap(
+        self, tensors: Mapping[str, "torch.Tensor"], version: int, policy: OnWeightUpdate
+    ) -> float:
+        """Load weights between two decode steps; seconds the engine stood still."""
+
+    def health(self) -> EngineHealth:
+        """What it is doing now."""
+
+    def close(self) -> None:
+        """Stop the loop and free memory; unfinished requests come back as aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one train step reports: named values, sums over ranks already taken."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Names `area/what_unit`."""
+    trained_tokens: int = 0
+    num_updates: int = 0
+    """Optimizer updates taken; 0 where the whole batch was masked."""
+
+
+class TrainEngine(Protocol):
+    """Owns one rank of the model being trained. Collective: all ranks call alike."""
+
+    def train_step(self, groups: Sequence[Group], plan: Any, version: int) -> StepStats:
+        """One RL step on this rank's share of the groups."""
+
+    def weights(self) -> Mapping[str, "torch.Tensor"]:
+        """The full parameters by Hugging Face name, tied ones once; valid until the next step."""
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint and the optimizer state into an existing folder."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, optimizer and schedule included."""
