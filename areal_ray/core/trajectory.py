@@ -199,7 +199,11 @@ def decode_group(buffer: bytes | memoryview) -> Group:
     trajectories = tuple(
         Trajectory(
             **{name: columns[name][i] for name, _ in _COLUMNS},
-            **{**row, "outcome": Outcome(row["outcome"]), "stop_reason": StopReason(row["stop_reason"])},
+            **{
+                **row,
+                "outcome": Outcome(row["outcome"]),
+                "stop_reason": StopReason(row["stop_reason"]),
+            },
         )
         for i, row in enumerate(head["rows"])
     )

@@ -1,0 +1,132 @@
+"""The run's journal: an append-only record of what was committed and how each group ended.
+
+`ledger.jsonl` holds one strict-JSON line an event, written by the driver. `groups-<writer>-<n>.seg`
+hold the encoded groups themselves, written by whoever scored them, so that a committed group
+survives the death of any one actor or node as long as the run folder does. A segment is deleted
+once every group in it has ended.
+"""
+
+import json
+import os
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from areal_ray.core.queue import JournalPlace
+
+_SEGMENT_BYTES = 64 * 2**20
+
+
+class LedgerJournal:
+    """Appends events to `ledger.jsonl`; a line is on its way to disk when `append` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (folder / "ledger.jsonl").open("a", encoding="utf-8")
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one event."""
+        self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_ledger(folder: Path) -> list[dict[str, Any]]:
+    """All whole events of a journal; a last line cut short by a crash is left out."""
+    path = folder / "ledger.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class SegmentWriter:
+    """Appends encoded groups to segment files of one writer."""
+
+    def __init__(self, folder: Path, writer: str, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._writer, self._segment_bytes = folder, writer, segment_bytes
+        self._file: BinaryIO | None = None
+        self._name = ""
+
+    def append(self, payload: bytes | memoryview) -> JournalPlace:
+        """Write one encoded group and say where it lies."""
+        if self._file is None or self._file.tell() >= self._segment_bytes:
+            self._open_next()
+        assert self._file is not None
+        offset = self._file.tell()
+        self._file.write(zlib.crc32(payload).to_bytes(4, "little"))
+        self._file.write(payload)
+        self._file.flush()
+        return JournalPlace(self._name, offset, len(payload))
+
+    def close(self) -> None:
+        """Close the current segment."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open_next(self) -> None:
+        self.close()
+        number = 0
+        while True:  # a restarted writer must never write into a segment of its predecessor
+            self._name = f"groups-{self._writer}-{number:06d}.seg"
+            try:
+                self._file = (self._folder / self._name).open("xb")
+                return
+            except FileExistsError:
+                number += 1
+
+
+def read_group_bytes(folder: Path, place: JournalPlace) -> bytes:
+    """The encoded group that lies at `place`.
+
+    Raises:
+        ValueError: The segment is gone, cut short or damaged there.
+    """
+    path = folder / place.segment
+    try:
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            checksum, payload = file.read(4), file.read(place.num_bytes)
+    except OSError as error:
+        raise ValueError(f"journal segment {path} cannot be read: {error}") from error
+    if len(payload) != place.num_bytes or zlib.crc32(payload).to_bytes(4, "little") != checksum:
+        raise ValueError(f"journal segment {path} is damaged at byte {place.offset}")
+    return payload
+
+
+class SegmentKeeper:
+    """Knows which segments still hold a group that has not ended, and deletes the others."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._live: Counter[str] = Counter()
+        self._newest: dict[str, str] = {}
+
+    def hold(self, place: JournalPlace) -> None:
+        """A group at `place` was committed."""
+        self._live[place.segment] += 1
+        writer = place.segment.rsplit("-", 1)[0]
+        self._newest[writer] = max(self._newest.get(writer, ""), place.segment)
+
+    def let_go(self, place: JournalPlace) -> None:
+        """The group at `place` ended; delete its segment if it was the last one of a full one."""
+        self._live[place.segment] -= 1
+        writer = place.segment.rsplit("-", 1)[0]
+        if self._live[place.segment] <= 0 and self._newest[writer] != place.segment:
+            del self._live[place.segment]
+            (self._folder / place.segment).unlink(missing_ok=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
