@@ -1,0 +1,167 @@
+"""The one table of metric names: unit, reduction, meaning. docs/metrics.md is made from it."""
+
+import sys
+from pathlib import Path
+
+from areal_ray.telemetry.metrics import MetricRegistry, MetricSpec, Reduction, metrics_page
+
+_TABLE = """
+reward/mean | | mean | Reward as scored, over the episodes trained on; before any shaping.
+reward/group_std | | mean | Standard deviation of the reward within a group, mean over groups.
+reward/min | | min | Smallest reward as scored.
+reward/max | | max | Largest reward as scored.
+reward/shaped_mean | | mean | Reward after shaping (length or KL penalties), if any.
+reward/equal_groups | groups | sum | Groups whose siblings all have one reward: they teach nothing.
+reward/scored_episodes | episodes | sum | Episodes with a reward.
+reward/unscored_episodes | episodes | sum | Episodes whose reward raised, timed out or abstained.
+
+eval/accuracy_fraction | fraction | last | Held-out episodes with a reward of 1 or more, of all.
+eval/reward_mean | | last | Mean reward of the held-out episodes that were scored.
+eval/episodes | episodes | last | Held-out episodes finished.
+eval/failed_episodes | episodes | last | Held-out episodes without a reward; counted as not solved.
+eval/sampled_tokens | tokens | last | Tokens sampled by the evaluation.
+eval/wall_s | s | last | From the first held-out episode to the last.
+
+staleness/mean_versions | versions | mean | Learner version - oldest behaviour version of a group.
+staleness/max_versions | versions | max | The largest of them in the step.
+staleness/bound_versions | versions | last | admission.max_head_offpolicyness; absent if unlimited.
+staleness/token_mean_versions | versions | mean | The same for each trained token.
+staleness/masked_tokens | tokens | sum | Sampled tokens left out of the loss for being too old.
+staleness/mixed_episodes | episodes | sum | Trained episodes sampled by more than one version.
+
+learner/loss | | mean | The loss that was minimised, as its global mean.
+learner/policy_loss | | mean | Its policy-gradient part.
+learner/kl_loss | | mean | Its KL part, weighted as in the loss.
+learner/entropy_loss | | mean | Its entropy part, weighted as in the loss.
+learner/grad_norm | | mean | Gradient norm before clipping, over the updates of the step.
+learner/lr | | last | Learning rate of the last update.
+learner/entropy_nats | nats | mean | Entropy of the policy per trained token.
+learner/logprob_mean | | mean | Log-prob of the trained tokens under the policy.
+learner/kl_behaviour_nats | nats | mean | Estimated KL between behaviour policy and policy.
+learner/kl_reference_nats | nats | mean | Estimated KL between policy and reference, unweighted.
+learner/ratio_mean | | mean | exp(policy - proximal log-prob), over trained tokens.
+learner/ratio_max | | max | The largest of them.
+learner/ratio_min | | min | The smallest of them.
+learner/clipped_fraction | fraction | mean | Trained tokens whose ratio lies outside the clip range.
+learner/clipped_high_fraction | fraction | mean | Trained tokens above the upper clip.
+learner/clipped_low_fraction | fraction | mean | Trained tokens below the lower clip.
+learner/dual_clipped_fraction | fraction | mean | Trained tokens held by the dual clip.
+learner/behaviour_weight_raw_mean | | mean | exp(proximal - behaviour log-prob), uncapped.
+learner/behaviour_weight_raw_max | | max | The largest of them.
+learner/behaviour_weight_raw_min | | min | The smallest of them.
+learner/behaviour_weight_above_cap_fraction | fraction | mean | Tokens with a raw weight over the cap.
+learner/behaviour_weight_capped_mean | | mean | The same after the cap, all trained tokens.
+learner/behaviour_weight_kept_mean | | mean | The raw weights inside the rejection band.
+learner/rejected_fraction | fraction | mean | Sampled tokens that rejection sampling leaves out.
+learner/advantage_mean | | mean | Over trained tokens, as used by the loss.
+learner/advantage_std | | mean | Their standard deviation.
+learner/advantage_max | | max | The largest of them.
+learner/advantage_min | | min | The smallest of them.
+learner/logprob_gap_mean | | mean | Mean absolute gap of behaviour and learner log-prob.
+learner/logprob_gap_max | | max | The largest of them.
+learner/trained_tokens | tokens | sum | Tokens in the loss: neither prompt nor padding.
+learner/prompt_tokens | tokens | sum | Unsampled tokens of trained episodes, siblings each.
+learner/computed_tokens | tokens | sum | Tokens of forward passes: shared prompts once, padding too.
+learner/padding_tokens | tokens | sum | Of these, padding.
+learner/trained_groups | groups | sum | Groups that entered an update.
+learner/trained_episodes | episodes | sum | Episodes that entered an update.
+learner/zero_advantage_episodes | episodes | sum | Episodes left out as their advantage is zero.
+learner/updates | updates | sum | Optimizer updates taken.
+learner/skipped_updates | updates | sum | Minibatches without one: nothing to train on, or not finite.
+learner/skipped_steps | steps | sum | 1 when the step took no update at all.
+learner/microbatches | | sum | Forward and backward passes.
+learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over the seconds of train_step.
+learner/memory_bytes | bytes | max | Peak memory of a learner rank.
+learner/token_accuracy_fraction | fraction | mean | SFT: targets that are the model's first choice.
+
+queue/depth_groups | groups | last | Finished groups waiting for the learner after it took its own.
+queue/dropped_groups | groups | sum | Groups too old at consumption, thrown away.
+queue/dropped_fraction | fraction | last | Dropped of all consumed so far.
+queue/wait_s | s | mean | From a group's arrival to its consumption.
+
+admission/headroom_groups | groups | last | Groups that may start now.
+admission/running_groups | groups | last | Groups being rolled out.
+admission/admitted_groups | groups | sum | Groups started in the step.
+admission/filtered_groups | groups | sum | Groups refused as they teach nothing (dynamic filter).
+admission/retried_groups | groups | sum | Groups started again after a failure.
+admission/escaped_groups | groups | sum | Groups taken beyond the usual count (escape of `wait`).
+
+ledger/admitted_groups | groups | last | Since the start; = trained + dropped + failed + in flight.
+ledger/trained_groups | groups | last | Since the start.
+ledger/dropped_groups | groups | last | Since the start: too old, or filtered.
+ledger/failed_groups | groups | last | Since the start: no usable result; the task was retried.
+ledger/in_flight_groups | groups | last | Admitted and without an ending yet.
+
+rollout/sampled_tokens | tokens | sum | Tokens the policy sampled, of groups that arrived.
+rollout/prompt_tokens | tokens | sum | All their other tokens (prompts, tool results).
+rollout/tokens_per_s | tokens_per_s | mean | Tokens sampled by the fleet per second of wall time.
+rollout/running_requests | requests | last | Turns being sampled, over all replicas.
+rollout/waiting_requests | requests | last | Turns waiting for a slot, over all replicas.
+rollout/busy_fraction | fraction | mean | Wall time that replicas spend in prefill and decode.
+rollout/replicas | replicas | last | Replicas that serve.
+rollout/restarts | restarts | sum | Replicas that were replaced.
+rollout/version_spread_versions | versions | max | Newest less oldest version served in the fleet.
+
+publish/wall_s | s | mean | From the end of the update until the version is committed.
+publish/stage_s | s | mean | Of these, moving buckets into staging memory.
+publish/verify_s | s | mean | Of these, comparing digests.
+publish/swap_s | s | mean | Of these, swapping.
+publish/engine_idle_s | s | mean | Seconds a replica stood still, mean over replicas.
+publish/bytes | bytes | sum | Bytes of one weight set, times the publishes.
+publish/bytes_per_s | bytes_per_s | mean | Bytes of one weight set over publish/stage_s.
+publish/count_publishes | publishes | sum | Versions committed.
+publish/failed_publishes | publishes | sum | Publishes that kept the old version, or lost a replica.
+
+agent/episodes | episodes | sum | Episodes finished, whatever their outcome.
+agent/turns | turns | mean | Model calls of an episode.
+agent/ok_episodes | episodes | sum | Outcome ok.
+agent/truncated_episodes | episodes | sum | Outcome truncated: a token or turn limit cut it short.
+agent/agent_error_episodes | episodes | sum | Outcome agent_error: the agent raised.
+agent/env_error_episodes | episodes | sum | Outcome env_error: a tool or world failed.
+agent/timeout_episodes | episodes | sum | Outcome timeout: over the wall-clock limit.
+agent/truncated_fraction | fraction | mean | Episodes whose last turn stopped at a length limit.
+agent/aborted_fraction | fraction | mean | Episodes whose last turn was aborted; not truncated ones.
+agent/stopped_fraction | fraction | mean | Episodes whose last turn stopped by itself.
+agent/branch_episodes | episodes | sum | Extra branches: histories that were rewritten, sub-agents.
+agent/episode_tokens | tokens | mean | Tokens of an episode, everything the model saw.
+agent/sampled_tokens | tokens | mean | Tokens the policy sampled in an episode.
+agent/episode_s | s | mean | Wall time of an episode.
+agent/slowest_episode_s | s | max | The slowest of the step.
+agent/restarts | restarts | sum | Agent actors that were replaced.
+
+time/step_s | s | mean | From one row to the next.
+time/learner_wait_s | s | sum | Learner: waits for groups.
+time/learner_train_s | s | sum | Learner: log-probs, loss, optimizer.
+time/learner_publish_s | s | sum | Learner: sends weights.
+time/learner_checkpoint_s | s | sum | Learner: writes a checkpoint.
+time/rollout_busy_s | s | mean | Rollout: prefill and decode, mean over replicas.
+time/rollout_swap_s | s | mean | Rollout: paused for a weight swap, mean over replicas.
+time/rollout_idle_s | s | mean | Rollout: nothing to sample, mean over replicas.
+time/agent_model_s | s | mean | Episode: waits for the model.
+time/agent_tool_s | s | mean | Episode: in tools and worlds.
+time/agent_reward_s | s | mean | Episode: in its reward.
+time/admission_wait_s | s | sum | Task stream: waits for headroom.
+time/reward_busy_s | s | sum | Reward actors: seconds spent scoring.
+
+driver/cpu_s | s | sum | Processor seconds of the driver process.
+driver/trajectory_cpu_s | s | mean | The same over the episodes that arrived.
+driver/bytes | bytes | sum | Bytes of the summaries that came through the driver.
+driver/trajectory_bytes | bytes | mean | The same over the episodes that arrived.
+driver/memory_bytes | bytes | last | Resident memory of the driver.
+"""
+
+
+def _specs() -> list[MetricSpec]:
+    rows = [line.split("|", 3) for line in _TABLE.splitlines() if line]
+    return [
+        MetricSpec(name.strip(), unit.strip(), Reduction(reduction.strip()), meaning.strip())
+        for name, unit, reduction, meaning in rows
+    ]
+
+
+METRICS = MetricRegistry(_specs())
+"""What may be logged. An objective or agent of your own adds with `METRICS.declare(...)`."""
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(metrics_page(METRICS), encoding="utf-8")
