@@ -177,7 +177,10 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:float", repr(value).replace("inf", ".inf"))
+    text = repr(value).replace("inf", ".inf")
+    if "." not in text:
+        text = text.replace("e", ".0e")  # YAML 1.1 takes 1e-05 for a text
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
 _Dumper.add_representer(str, _represent_text)

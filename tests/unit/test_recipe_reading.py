@@ -43,7 +43,7 @@ class Sample(Config):
     where: Path = Path(".")
     colour: Colour = Colour.RED
     label: str | None = None
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     sampling: Sampling = Sampling()
     optimizer: Adam | Sgd = Adam()
     phases: tuple[Sampling, ...] = ()
@@ -233,7 +233,7 @@ def test_an_anchor_that_contains_itself_is_refused():
 
 
 def test_an_override_without_an_equals_sign_is_refused():
-    with pytest.raises(ValueError, match="must|is not of the form key=value"):
+    with pytest.raises(ValueError, match="is not of the form key=value"):
         read("", "steps")
 
 
