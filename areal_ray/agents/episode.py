@@ -1,0 +1,131 @@
+"""One attempt at a task: the user's coroutine under its limits, and how it ended.
+
+A bad episode is a fact, not a crash: whatever the agent raises becomes an outcome with a reason of
+one line. Waits for: the agent; bounded by `timeout_s` of wall time over the whole episode.
+"""
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import Field
+
+from areal_ray.agents.chat_client import ChatClient, LimitReached
+from areal_ray.core.config import Config
+from areal_ray.core.task import Task
+from areal_ray.core.trajectory import Outcome
+from areal_ray.errors import ArealRayError, RecipeError
+
+Agent = Callable[..., Awaitable[float | None]]
+"""async def run(task, client, **args) -> reward, or None to leave it to the reward function."""
+
+_REASON_CHARACTERS = 300
+
+
+class AgentConfig(Config):
+    """Which agent attempts the tasks, and within which limits."""
+
+    run: str = "areal_ray.agents.single_turn:answer"
+    """`package.module:name` of `async def run(task, client, **args) -> float | None`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
+    max_turns: int = Field(8, ge=1)
+    """Model calls of one episode; one more ends it as truncated."""
+    timeout_s: float = Field(300.0, gt=0.0)
+    """Wall time of one episode, tools included."""
+    replicas: int = Field(1, ge=1)
+    """AgentActors; each runs very many episodes at once."""
+    episode_retries: int = Field(2, ge=0)
+    """Fresh attempts at a sibling episode that failed; 0 if the agent's side effects forbid it."""
+    cpus: float = Field(0.0, ge=0.0)
+    """CPU cores reserved for each AgentActor; 0 where agents mostly wait."""
+
+
+class EnvError(Exception):
+    """For agents to raise: the world around them failed, not the model. The reason is its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnd:
+    """How one episode ended."""
+
+    outcome: Outcome
+    reason: str = ""
+    """Where the outcome is not ok; one line."""
+    reward: float | None = None
+    """If the agent scored itself."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by place: model, tool (all the rest)."""
+
+
+def check_agent(agent: Any, config: AgentConfig) -> None:
+    """Refuse, before anything starts, an agent that could not be called.
+
+    Raises:
+        RecipeError: It is not an async function of (task, client), or does not take `args`.
+    """
+    if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(_call_of(agent))):
+        raise RecipeError(
+            f"agent.run: '{config.run}' must be an async function of (task, client), "
+            f"it is a {type(agent).__name__}."
+        )
+    try:
+        inspect.signature(agent).bind(None, None, **config.args)
+    except TypeError as error:
+        raise RecipeError(
+            f"agent.args: '{config.run}' cannot be called with (task, client"
+            f"{''.join(f', {name}=' for name in config.args)}): {error}."
+        ) from error
+
+
+async def run_episode(
+    agent: Agent, task: Task, client: ChatClient, config: AgentConfig
+) -> EpisodeEnd:
+    """Run the agent to its end or its limits. Cancelling this call cancels the agent.
+
+    Failures of our own (`ArealRayError`) go through; everything the agent raises becomes data.
+    """
+    started = time.monotonic()
+    reward: float | None = None
+    outcome, reason = Outcome.OK, ""
+    try:
+        async with asyncio.timeout(config.timeout_s) as limit:
+            reward = _as_reward(await agent(task, client, **config.args))
+    except LimitReached as reached:
+        outcome, reason = Outcome.TRUNCATED, str(reached)
+    except EnvError as error:
+        outcome, reason = Outcome.ENV_ERROR, one_line(str(error) or "environment failed")
+    except ArealRayError:
+        raise
+    except (Exception, SystemExit) as error:  # user code: its failure is data
+        if limit.expired():
+            outcome, reason = Outcome.TIMEOUT, f"episode exceeded {config.timeout_s:g} s"
+        else:
+            outcome, reason = Outcome.AGENT_ERROR, one_line(f"{type(error).__name__}: {error}")
+    if outcome is Outcome.OK and client.limit_reached:  # the agent caught it and went on
+        outcome, reason = Outcome.TRUNCATED, client.limit_reached
+    total = time.monotonic() - started
+    seconds = {"model": client.model_s, "tool": max(0.0, total - client.model_s)}
+    return EpisodeEnd(outcome, reason, reward, seconds)
+
+
+def one_line(text: str) -> str:
+    """The text on one line, shortened for reports and counters."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _REASON_CHARACTERS else flat[: _REASON_CHARACTERS - 3] + "..."
+
+
+def _as_reward(returned: Any) -> float | None:
+    if returned is None:
+        return None
+    if isinstance(returned, (int, float)) and math.isfinite(returned):
+        return float(returned)
+    raise TypeError(f"the agent returned {returned!r}; must be a finite number or None")
+
+
+def _call_of(agent: Any) -> Any:
+    return getattr(agent, "__call__", None)  # noqa: B004 (an object with an async __call__)

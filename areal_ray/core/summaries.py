@@ -1,0 +1,72 @@
+"""The small facts about a group that travel to the driver beside its payload reference."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Episodes that ended without a usable result for the same reason."""
+
+    outcome: str
+    """A value of `core.trajectory.Outcome`."""
+    reason: str
+    """One line."""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What an agent actor says of a finished group, rewards excepted."""
+
+    group_id: str
+    task_id: str
+    num_usable: int
+    """Sibling episodes that may be scored; the others failed for good."""
+    oldest_version: int
+    """-1 if nothing was sampled."""
+    newest_version: int
+    num_tokens: int
+    """All tokens of all trajectories, shared prompts counted each time."""
+    longest_tokens: int
+    """Of the longest trajectory."""
+    shared_prefix_tokens: int
+    """Leading tokens that all trajectories have in common and none sampled."""
+    num_sampled_tokens: int
+    num_turns: int
+    """Model calls of all siblings."""
+    payload_bytes: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """Episodes by outcome, each attempt counted."""
+    failures: tuple[Failure, ...] = ()
+    """Why attempts failed, those that a retry made good included."""
+    splits: dict[str, int] = field(default_factory=dict)
+    """Times a conversation stopped extending its record, by reason."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time summed over episodes, by place: model, tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """What a reward actor says of a scored group."""
+
+    group_id: str
+    rewards: tuple[float | None, ...]
+    """One an episode, in the order of the payload; None = could not be scored."""
+    num_unscored: int
+    failures: tuple[Failure, ...] = ()
+    """Why episodes could not be scored."""
+    truncated: int = 0
+    """Scored episodes that a limit cut short."""
+    payload_bytes: int = 0
+    seconds: float = 0.0
+    """Wall time of scoring the group."""
+
+    @property
+    def scored_rewards(self) -> tuple[float, ...]:
+        """The rewards that mean something."""
+        return tuple(reward for reward in self.rewards if reward is not None)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether at least two siblings have a reward: less has no baseline."""
+        return len(self.scored_rewards) >= 2

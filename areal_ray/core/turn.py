@@ -1,0 +1,75 @@
+"""One model call as the agent side sees it: prompt in, sampled tokens out, reply read back.
+
+These are the nouns that the chat client (agents) and the recorder (gateway) share; the engines'
+`GenerationResult` satisfies `SampledTurn` as it stands.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_ray.core.trajectory import StopReason
+
+
+class SampledTurn(Protocol):
+    """What an engine reports of one turn; the arrays have the same length N."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[N] sampled ids, the stop token included where one was sampled."""
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """[N] log-prob of each sampled id at the sampling temperature."""
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        """[N] version of the weights that sampled each id."""
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why sampling stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One function the model asked for."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text, as on OpenAI's wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model said in one turn, read back from its tokens."""
+
+    text: str
+    """Without stop and padding tokens; tool calls removed."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptedTurn:
+    """A turn whose prompt is fixed and whose tokens are not sampled yet."""
+
+    turn_id: int
+    """Index of the model call in its episode."""
+    prompt_ids: NDArray[np.int32]
+    """[P]"""
+
+
+class TurnRecorder(Protocol):
+    """Keeps the token-exact record of one episode."""
+
+    def open_turn(
+        self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> PromptedTurn:
+        """The prompt for this conversation, built from recorded ids where it continues one."""
+
+    def close_turn(self, turn: PromptedTurn, sampled: SampledTurn) -> Reply:
+        """Record what was sampled for `turn` and read it back."""

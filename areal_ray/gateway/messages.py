@@ -1,0 +1,148 @@
+"""Chat messages in one canonical form, however a client spells them.
+
+Clients resend history in their own words: parts instead of a string, null fields, other key
+order, re-serialised tool arguments, new tool-call ids. Two messages that mean the same have the
+same `message_key`; `for_template` is the form every chat template understands.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_ray.core.turn import Reply, ToolCall
+
+MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def canonical(message: Any, index: int = 0) -> dict[str, Any]:
+    """One message as a plain mapping without empty fields; tool arguments parsed.
+
+    Args:
+        message: A mapping, or an object of an SDK with `role` and `content`.
+        index: Its place in the conversation, for messages.
+
+    Raises:
+        ValueError: No role, content that is not text, or arguments that are not a JSON object.
+    """
+    fields = _fields(message)
+    role = fields.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"messages[{index}].role: is {role!r}; must be a string such as 'user'")
+    plain: dict[str, Any] = {"role": role, "content": _text(fields.get("content"), index)}
+    calls = fields.get("tool_calls") or ()
+    if calls:
+        plain["tool_calls"] = [_call(call, index) for call in calls]
+    for name in ("tool_call_id", "name"):
+        if fields.get(name):
+            plain[name] = fields[name]
+    return plain
+
+
+def message_key(message: Mapping[str, Any]) -> MessageKey:
+    """What a canonical message says, for matching a resent one with the recorded one.
+
+    Assistant text is compared without surrounding whitespace, which clients strip; ids of tool
+    calls are left out, which some clients rewrite.
+    """
+    text = message["content"]
+    if message["role"] == "assistant":
+        text = text.strip()
+    calls = tuple(
+        (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
+        for call in message.get("tool_calls", ())
+    )
+    return message["role"], text, calls
+
+
+def reply_key(reply: Reply) -> MessageKey:
+    """`message_key` of the assistant message that `reply` becomes."""
+    calls = tuple(
+        (call.name, json.dumps(json.loads(call.arguments), sort_keys=True))
+        for call in reply.tool_calls
+    )
+    return "assistant", reply.text.strip(), calls
+
+
+def read_reply(text: str, turn_id: int, *, has_tools: bool) -> Reply:
+    """Split sampled text into what is said and the tool calls in it.
+
+    Only `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call, and only where tools
+    were offered; anything malformed stays text.
+    """
+    if not has_tools:
+        return Reply(text)
+    calls: list[ToolCall] = []
+
+    def take(found: re.Match[str]) -> str:
+        try:
+            call = json.loads(found[1])
+        except json.JSONDecodeError:
+            return found[0]
+        arguments = call.get("arguments", {})
+        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+            return found[0]
+        call_id = f"call_{turn_id}_{len(calls)}"
+        calls.append(ToolCall(call_id, call["name"], json.dumps(arguments)))
+        return ""
+
+    rest = _TOOL_CALL.sub(take, text)
+    return Reply(rest.rstrip() if calls else text, tuple(calls))
+
+
+def _fields(message: Any) -> Mapping[str, Any]:
+    if isinstance(message, Mapping):
+        return message
+    if hasattr(message, "model_dump"):
+        dumped: Mapping[str, Any] = message.model_dump()
+        return dumped
+    names = ("role", "content", "tool_calls", "tool_call_id", "name")
+    return {name: getattr(message, name) for name in names if hasattr(message, name)}
+
+
+def _text(content: Any, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(parts)
+    raise ValueError(
+        f"messages[{index}].content: is {type(content).__name__}; must be text or a list of text "
+        "parts (images are not supported)"
+    )
+
+
+def _call(call: Any, index: int) -> dict[str, Any]:
+    fields = call if isinstance(call, Mapping) else _object_fields(call)
+    function = fields.get("function") or {}
+    if not isinstance(function, Mapping):
+        function = _object_fields(function)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"messages[{index}].tool_calls: arguments of {function.get('name')!r} are not "
+                f"JSON: {error}"
+            ) from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"messages[{index}].tool_calls: arguments of {function.get('name')!r} must be a JSON "
+            f"object, not {type(arguments).__name__}"
+        )
+    plain = {"name": function.get("name", ""), "arguments": dict(arguments)}
+    return {"id": fields.get("id", ""), "type": "function", "function": plain}
+
+
+def _object_fields(value: Any) -> dict[str, Any]:
+    return {
+        name: getattr(value, name)
+        for name in ("id", "function", "name", "arguments")
+        if hasattr(value, name)
+    }

@@ -1,0 +1,169 @@
+"""Chat messages <-> token ids, by the tokenizer and the chat template of a checkpoint.
+
+Templates write their own special tokens, so nothing is ever added beside them.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_ray.errors import DataError
+
+_KEEP_RENDERED = 512
+_PROBE = "Q0Q"
+
+
+class JsonMapping(dict[str, Any]):
+    """Tool arguments for a template: iterates as a mapping, prints as the JSON it came from."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+
+class ChatTemplate:
+    """Renders conversations and encodes text; stateless but for caches.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        chat_template: Jinja source to use in place of the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        source = chat_template or getattr(tokenizer, "chat_template", None)
+        if not source:
+            raise DataError(
+                f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}: has no chat "
+                "template. Use an instruction-tuned checkpoint or add one to its tokenizer"
+            )
+        self._tokenizer = tokenizer
+        self._source = source
+        self.pad_id: int | None = tokenizer.pad_token_id
+        self.end_ids: frozenset[int] = frozenset(
+            i for i in (tokenizer.eos_token_id, *_turn_enders(tokenizer)) if i is not None
+        )
+        """Ids that end a turn: the tokenizer's eos and ChatML's."""
+        self._specials = tuple(
+            token.content for token in tokenizer.added_tokens_decoder.values()
+        )
+        self._encode_cached = functools.lru_cache(maxsize=_KEEP_RENDERED)(self._encode)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> "ChatTemplate":
+        """Load the tokenizer of a checkpoint folder (or hub name).
+
+        Raises:
+            DataError: No usable tokenizer there, or it has no chat template.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        except (OSError, ValueError) as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise DataError(f"{folder}: no tokenizer could be loaded: {first_line}") from error
+        return cls(tokenizer)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as text. `messages` are canonical (`gateway.messages`).
+
+        Raises:
+            ValueError: The template refuses the conversation.
+        """
+        from jinja2 import TemplateError
+
+        shown = [_for_template(message) for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                shown,
+                tools=[_sorted(tool) for tool in tools] if tools else None,
+                chat_template=self._source,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refused {len(messages)} messages "
+                f"({', '.join(message['role'] for message in messages)}): {error}"
+            ) from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, special tokens in it recognised, none added."""
+        return list(self._encode_cached(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(int(i) for i in self._tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Ids of the conversation up to where the assistant speaks; a plain list."""
+        return self.encode(self.render(messages, tools))
+
+    def count_prompt_tokens(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Length of `prompt_ids`."""
+        return len(self.prompt_ids(messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """The text that one id stands for, special tokens included."""
+        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    def starts_with_special(self, text: str) -> bool:
+        """Whether `text` opens with an added token, across which no merge can happen."""
+        return text.startswith(self._specials)
+
+    @functools.cached_property
+    def turn_close(self) -> str:
+        """What the template writes after an assistant turn, e.g. `<|im_end|>` and a newline."""
+        asked = {"role": "user", "content": _PROBE}
+        said = {"role": "assistant", "content": _PROBE}
+        text = self.render([asked, said], add_generation_prompt=False)
+        return text.rpartition(_PROBE)[2]
+
+
+def _turn_enders(tokenizer: Any) -> list[int | None]:
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary.get(token) for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>")]
+
+
+def _sorted(value: Any) -> Any:
+    """The same schema gives the same prompt, whoever serialised it."""
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value) if value[key] is not None}
+    if isinstance(value, (list, tuple)):
+        return [_sorted(item) for item in value]
+    return value
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    shown = dict(message)
+    if "tool_calls" in shown:
+        shown["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": JsonMapping(call["function"]["arguments"]),
+                },
+            }
+            for call in shown["tool_calls"]
+        ]
+    return shown

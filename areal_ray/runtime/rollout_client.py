@@ -1,0 +1,289 @@
+"""Sends turns to the rollout fleet in few, fat actor calls, and brings their results back.
+
+Requests made within one tick of the event loop travel to a replica in one `submit`; one `collect`
+a replica is outstanding while anything is pending there. A request goes to the replica that holds
+its prefix unless that one is overloaded, else to the least loaded. When a replica dies its turns
+are sampled afresh, on another replica or on the same after its restart: nothing was recorded yet.
+
+generate() waits for: its result; unblocked by the collector; bounded by `deadline_s`.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from areal_ray.core.trajectory import StopReason
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult
+from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError
+from areal_ray.runtime.fleet import explained, reason_of_death
+
+_log = logging.getLogger(__name__)
+
+_REMEMBERED_PREFIXES = 8192
+_PROBE_EVERY_S = 0.25
+_DEAD = (RayActorError, ActorUnavailableError)
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: GenerationRequest
+    future: "asyncio.Future[GenerationResult]"
+    tries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """The way to one replica and what is under way on it."""
+
+    name: str
+    replica: Any
+    outbox: list[GenerationRequest] = field(default_factory=list)
+    pending: dict[str, _Pending] = field(default_factory=dict)
+    incarnation: str = ""
+    down_reason: str = ""
+    """Why it is not answering; empty while it is."""
+    collector: "asyncio.Task[None] | None" = None
+    is_flush_due: bool = False
+
+
+class RolloutClient:
+    """One agent actor's access to all rollout replicas.
+
+    Args:
+        replicas: Handles by name.
+        client_id: Unique in the run; the replicas keep finished turns under it.
+        deadline_s: Longest wait for one turn, restarts of replicas included.
+        linger_s: A replica waits so long for further turns once one has ended.
+        spill_requests: A prefix leaves its replica when that one has so many more requests
+            pending than the least loaded.
+        max_tries: Times one turn is given to a replica before the run hears of it.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Any],
+        client_id: str,
+        *,
+        deadline_s: float = 600.0,
+        linger_s: float = 0.002,
+        spill_requests: int = 32,
+        max_tries: int = 5,
+    ) -> None:
+        self._lanes = [_Lane(name, replica) for name, replica in replicas.items()]
+        if not self._lanes:
+            raise ValueError("replicas: is empty; at least one rollout replica is needed")
+        self._client_id = client_id
+        self._deadline_s = deadline_s
+        self._linger_s = linger_s
+        self._spill_requests = spill_requests
+        self._max_tries = max_tries
+        self._homes: OrderedDict[str, _Lane] = OrderedDict()
+        self._background: set[asyncio.Task[None]] = set()
+        self.num_submits = 0
+        self.num_collects = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Turns under way."""
+        return sum(len(lane.pending) for lane in self._lanes)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """One sampled turn. Cancelling this call aborts the turn on its replica.
+
+        Raises:
+            DeadlineExceeded: No result within `deadline_s`; names the replica.
+            EngineError: The engine refused the request.
+            ActorLost: Replicas kept dying under it.
+        """
+        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        self._route(pending)
+        try:
+            # A bare wait_for would start a task of its own for each turn.
+            async with asyncio.timeout(self._deadline_s):
+                result = await pending.future
+        except TimeoutError:
+            raise DeadlineExceeded(self._overdue(request.request_id)) from None
+        finally:
+            self._forget(request.request_id)
+        if result.error:
+            raise EngineError(f"turn {request.request_id}: {result.error}")
+        return result
+
+    async def close(self) -> None:
+        """Stop collecting; turns still under way are aborted."""
+        for lane in self._lanes:
+            if lane.pending:
+                lane.replica.abort.remote(list(lane.pending))
+                lane.pending.clear()
+            if lane.collector is not None:
+                lane.collector.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    # -- choosing a replica --------------------------------------------------------------------
+
+    def _route(self, pending: _Pending) -> None:
+        lane = self._choose(pending.request.prefix_key)
+        pending.tries += 1
+        lane.pending[pending.request.request_id] = pending
+        lane.outbox.append(pending.request)
+        if not lane.is_flush_due:
+            lane.is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush, lane)
+
+    def _choose(self, prefix_key: str) -> _Lane:
+        alive = [lane for lane in self._lanes if not lane.down_reason] or self._lanes
+        least = min(alive, key=lambda lane: len(lane.pending))
+        home = self._homes.get(prefix_key) if prefix_key else None
+        if home in alive and home is not None:
+            if len(home.pending) < len(least.pending) + self._spill_requests:
+                self._homes.move_to_end(prefix_key)
+                return home
+        if prefix_key:
+            self._homes[prefix_key] = least
+            if len(self._homes) > _REMEMBERED_PREFIXES:
+                self._homes.popitem(last=False)
+        return least
+
+    def _forget(self, request_id: str) -> None:
+        """Drop a turn that is no longer awaited, and have its replica end it."""
+        for lane in self._lanes:
+            pending = lane.pending.pop(request_id, None)
+            if pending is None or (pending.future.done() and not pending.future.cancelled()):
+                continue
+            lane.outbox = [r for r in lane.outbox if r.request_id != request_id]
+            lane.replica.abort.remote([request_id])
+
+    # -- talking to a replica ------------------------------------------------------------------
+
+    def _flush(self, lane: _Lane) -> None:
+        lane.is_flush_due = False
+        if lane.down_reason:
+            return  # the collector sends all of it when the replica is back
+        requests, lane.outbox = lane.outbox, []
+        if requests:
+            self._start(self._submit(lane, requests))
+        if lane.pending and (lane.collector is None or lane.collector.done()):
+            lane.collector = self._start(self._collect(lane))
+
+    def _start(self, coroutine: Any) -> "asyncio.Task[None]":
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def _submit(self, lane: _Lane, requests: Sequence[GenerationRequest]) -> None:
+        self.num_submits += 1
+        try:
+            await lane.replica.submit.remote(self._client_id, requests)
+        except _DEAD as error:
+            self._lost(lane, error)
+        except RayTaskError as error:
+            for request in requests:
+                self._fail(lane, request.request_id, explained(lane.name, error))
+
+    async def _collect(self, lane: _Lane) -> None:
+        """Fetch finished turns until none is pending."""
+        while lane.pending:
+            if lane.down_reason:
+                await self._revive(lane)
+                continue
+            try:
+                if not lane.incarnation:
+                    lane.incarnation = await lane.replica.incarnation.remote()
+                self.num_collects += 1
+                results = await lane.replica.collect.remote(self._client_id, self._linger_s)
+                if not results:
+                    await self._notice_restart(lane)
+            except _DEAD as error:
+                self._lost(lane, error)
+            except RayTaskError as error:
+                for request_id in list(lane.pending):
+                    self._fail(lane, request_id, explained(lane.name, error))
+            else:
+                for result in results:
+                    self._deliver(lane, result)
+
+    def _deliver(self, lane: _Lane, result: GenerationResult) -> None:
+        pending = lane.pending.get(result.request_id)
+        if pending is None or pending.future.done():
+            return
+        if result.stop_reason is StopReason.ABORT and not result.error:
+            self._again(lane, pending, "aborted by the engine")
+        else:
+            pending.future.set_result(result)
+            del lane.pending[result.request_id]
+
+    def _fail(self, lane: _Lane, request_id: str, error: Exception) -> None:
+        pending = lane.pending.get(request_id)
+        if pending is not None and not pending.future.done():
+            pending.future.set_exception(error)
+            del lane.pending[request_id]
+
+    # -- death and return ----------------------------------------------------------------------
+
+    async def _notice_restart(self, lane: _Lane) -> None:
+        """A replica that restarted between two calls has forgotten our turns: send them again."""
+        incarnation = await lane.replica.incarnation.remote()
+        if incarnation != lane.incarnation:
+            lane.incarnation = incarnation
+            self._resend(lane, "restarted")
+
+    def _lost(self, lane: _Lane, error: BaseException) -> None:
+        if lane.down_reason:
+            return
+        lane.down_reason = reason_of_death(error)
+        lane.incarnation = ""
+        _log.warning(
+            "%s is lost (%s); %d turns go elsewhere", lane.name, lane.down_reason, len(lane.pending)
+        )
+        if any(not other.down_reason for other in self._lanes):
+            self._resend(lane, lane.down_reason)
+        if lane.collector is None or lane.collector.done():
+            lane.collector = self._start(self._collect(lane))
+
+    async def _revive(self, lane: _Lane) -> None:
+        """Wait for Ray to restart the replica; its turns, if still here, are sent again."""
+        try:
+            lane.incarnation = await lane.replica.incarnation.remote()
+        except _DEAD as error:
+            lane.down_reason = reason_of_death(error)
+            await asyncio.sleep(_PROBE_EVERY_S)
+        except RayTaskError as error:
+            lane.down_reason = str(explained(lane.name, error))
+            await asyncio.sleep(_PROBE_EVERY_S)
+        else:
+            lane.down_reason = ""
+            self._resend(lane, "restarted")
+
+    def _resend(self, lane: _Lane, reason: str) -> None:
+        waiting, lane.pending = list(lane.pending.values()), {}
+        lane.outbox.clear()
+        for pending in waiting:
+            if not pending.future.done():
+                self._again(lane, pending, reason)
+
+    def _again(self, lane: _Lane, pending: _Pending, reason: str) -> None:
+        lane.pending.pop(pending.request.request_id, None)
+        if pending.tries >= self._max_tries:
+            tries = f"was given to a replica {pending.tries} times"
+            pending.future.set_exception(
+                ActorLost(
+                    f"turn {pending.request.request_id} {tries}; last, {lane.name}: {reason}"
+                )
+            )
+        else:
+            self._route(pending)
+
+    def _overdue(self, request_id: str) -> str:
+        lane = next((lane for lane in self._lanes if request_id in lane.pending), None)
+        where = "no replica" if lane is None else lane.name
+        state = f", which is down ({lane.down_reason})" if lane and lane.down_reason else ""
+        started = f"turn {request_id} waited {self._deadline_s:g} s for {where}{state}"
+        counts = ", ".join(f"{lane.name} {len(lane.pending)}" for lane in self._lanes)
+        return f"{started}. Turns pending: {counts}. Raise rollout deadlines if this is normal"
+
