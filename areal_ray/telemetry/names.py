@@ -49,7 +49,7 @@ learner/dual_clipped_fraction | fraction | mean | Trained tokens held by the dua
 learner/behaviour_weight_raw_mean | | mean | exp(proximal - behaviour log-prob), uncapped.
 learner/behaviour_weight_raw_max | | max | The largest of them.
 learner/behaviour_weight_raw_min | | min | The smallest of them.
-learner/behaviour_weight_above_cap_fraction | fraction | mean | Tokens with a raw weight over the cap.
+learner/behaviour_weight_above_cap_fraction | fraction | mean | Tokens whose raw weight is capped.
 learner/behaviour_weight_capped_mean | | mean | The same after the cap, all trained tokens.
 learner/behaviour_weight_kept_mean | | mean | The raw weights inside the rejection band.
 learner/rejected_fraction | fraction | mean | Sampled tokens that rejection sampling leaves out.
@@ -67,7 +67,7 @@ learner/trained_groups | groups | sum | Groups that entered an update.
 learner/trained_episodes | episodes | sum | Episodes that entered an update.
 learner/zero_advantage_episodes | episodes | sum | Episodes left out as their advantage is zero.
 learner/updates | updates | sum | Optimizer updates taken.
-learner/skipped_updates | updates | sum | Minibatches without one: nothing to train on, or not finite.
+learner/skipped_updates | updates | sum | Minibatches without an update: nothing to train on, or NaN.
 learner/skipped_steps | steps | sum | 1 when the step took no update at all.
 learner/microbatches | | sum | Forward and backward passes.
 learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over the seconds of train_step.

@@ -1,0 +1,69 @@
+"""Logging of a run: log.txt takes everything, the console warnings alone; secrets are blotted out.
+
+The environment is read elsewhere (cli, runtime/cluster); this module gets the secret values.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+LOG_FILE = "log.txt"
+REDACTED = "[redacted]"
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_SHORTEST_SECRET = 6  # shorter values ("1", "true") would blot out ordinary text
+_PACKAGE = "areal_ray"
+
+
+def secret_values(environment: Mapping[str, str]) -> frozenset[str]:
+    """Values of the variables whose names look like a key, token, secret or password."""
+    return frozenset(
+        value
+        for name, value in environment.items()
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET
+    )
+
+
+def redact(text: str, secrets: Iterable[str]) -> str:
+    """The text with each secret replaced; for logs, saved recipes and exported episodes."""
+    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
+        text = text.replace(secret, REDACTED)
+    return text
+
+
+class RunFormatter(logging.Formatter):
+    """One event a line with run and actor; tracebacks and arguments are redacted too."""
+
+    def __init__(self, run: str, actor: str, secrets: Iterable[str] = ()) -> None:
+        place = f"{run} {actor}".replace("%", "%%")
+        super().__init__(f"%(asctime)s %(levelname)-7s {place} %(module)s: %(message)s")
+        self._secrets = frozenset(secrets)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, redacted as a whole."""
+        return redact(super().format(record), self._secrets)
+
+
+def set_up_logging(
+    folder: Path | None, *, run: str, actor: str = "driver", secrets: Iterable[str] = ()
+) -> None:
+    """Send this process's log to log.txt in `folder` and warnings to the console.
+
+    Calling it again replaces what it set up before. Actors pass no folder: Ray brings their
+    console lines to the driver.
+    """
+    logger = logging.getLogger(_PACKAGE)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    handlers: list[logging.Handler] = [console]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(folder / LOG_FILE, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(RunFormatter(run, actor, secrets))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
