@@ -155,9 +155,8 @@ class _Reader:
                 continue  # already told, by what the user wrote
             if not fault["loc"] and invalid:
                 continue  # a cross-check made without the invalid values means nothing
-            told, inner = _fault_told(dict(fault))
-            at = node.items.get(inner or name.partition(".")[0], node)
-            self._refuse(at, _join(key, inner or name), told)
+            for told, inner in _faults_told(dict(fault)):
+                self._refuse(_nearest(node, inner or name), _join(key, inner or name), told)
 
     def _unknown(self, name: str, schema: type[BaseModel]) -> str:
         fields = list(schema.model_fields)
@@ -292,20 +291,29 @@ def _show(node: Node) -> str:
     return repr(node.text) if node.is_quoted else node.text
 
 
-def _fault_told(fault: dict[str, Any]) -> tuple[str, str]:
-    """What to say of one pydantic fault, and the key that its text itself begins with."""
+def _faults_told(fault: dict[str, Any]) -> list[tuple[str, str]]:
+    """What to say of one pydantic fault, line by line, each with the key that it itself names."""
     context = fault.get("ctx", {})
     if fault["type"] == "missing":
-        return "is missing; must be given.", ""
+        return [("is missing; must be given.", "")]
     if fault["type"] in _BOUNDS:
         name, sign = _BOUNDS[fault["type"]]
-        return f"is {fault['input']}; must be {sign} {context[name]}.", ""
+        return [(f"is {fault['input']}; must be {sign} {context[name]}.", "")]
     if fault["type"] == "value_error":
-        text = str(context["error"])
-        match = re.match(r"([a-z_][\w.]*): ", text)
-        return (text[match.end() :], match.group(1)) if match else (text, "")
+        lines = str(context["error"]).splitlines()
+        named = [(line, re.match(r"([a-z_][\w.]*): ", line)) for line in lines]
+        return [(line[m.end() :], m.group(1)) if m else (line, "") for line, m in named]
     shown = fault["input"] if isinstance(fault["input"], str | int | float) else "unsuitable"
-    return f"is {shown!r}; {fault['msg'][0].lower()}{fault['msg'][1:]}.", ""
+    return [(f"is {shown!r}; {fault['msg'][0].lower()}{fault['msg'][1:]}.", "")]
+
+
+def _nearest(node: Node, key: str) -> Node:
+    """The node at a key, or the last one that exists on the way to it."""
+    for part in key.split("."):
+        if not isinstance(node, yaml_tree.Mapping) or part not in node.items:
+            break
+        node = node.items[part]
+    return node
 
 
 def _join(key: str, name: str) -> str:

@@ -1,0 +1,250 @@
+"""Recipe: one YAML file plus `key=value` overrides, as a frozen, checked object.
+
+`load_recipe` reads and checks it without Ray or torch; `areal_ray.preflight` then looks at the
+files and the code it names. The recipe as run is saved with each run and reads back the same.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from areal_ray.agents.episode import AgentConfig
+from areal_ray.agents.task_stream import TasksConfig
+from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.checkpoint import CheckpointConfig
+from areal_ray.core import typed_yaml, yaml_tree
+from areal_ray.core.config import Config
+from areal_ray.core.imports import import_roots
+from areal_ray.core.versions import AdmissionConfig
+from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.engines.sft import SftConfig
+from areal_ray.errors import RecipeError
+from areal_ray.rewards.reward import RewardConfig
+from areal_ray.runtime.rollout_config import RolloutConfig
+from areal_ray.runtime.run_config import (
+    ClusterConfig,
+    DeadlinesConfig,
+    EvaluationConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from areal_ray.runtime.weights_config import WeightsConfig
+from areal_ray.telemetry.sinks import TelemetryConfig
+
+RECIPE_FILE = "recipe.yaml"
+"""Name of the recipe as run, in the run folder."""
+
+_SEED = "{seed}"
+_NEEDED = {
+    "rl": ("tasks", "reward", "admission"),
+    "sft": ("sft",),
+    "eval": ("evaluation", "reward"),
+}
+_REFUSED = {
+    "rl": ("sft",),
+    "sft": ("tasks", "reward", "admission", "evaluation"),
+    "eval": ("sft", "admission"),
+}
+
+
+class Recipe(Config):
+    """All that a run is made of."""
+
+    kind: Literal["rl", "sft", "eval"]
+    """rl: learn from rewards. sft: learn from given answers. eval: score a model."""
+    name: str = Field(min_length=1, max_length=100)
+    """Of the run and its folder. `{seed}` stands for the seed."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Of everything that is drawn."""
+    steps: int = Field(0, ge=0)
+    """Learner steps of kind rl. For kind sft 0: its phases say how many."""
+    model: ModelConfig
+    """What is sampled from and trained."""
+    tasks: TasksConfig | None = None
+    """What is trained on."""
+    agent: AgentConfig = AgentConfig()
+    """How a task is attempted."""
+    reward: RewardConfig | None = None
+    """How an attempt is scored."""
+    admission: AdmissionConfig | None = None
+    """How many groups a step takes, and how far rollouts run ahead."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is maximised."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The generation engines."""
+    learner: LearnerConfig = LearnerConfig()
+    """The training engine."""
+    sft: SftConfig | None = None
+    """Supervised phases (kind sft)."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights travel."""
+    evaluation: EvaluationConfig | None = None
+    """Held-out tasks beside training; null = none."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, and how many to keep."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Nodes, GPUs and where the run folder lies."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """What places the actors."""
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    """How long the run waits for what."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What the run tells."""
+
+    _origin: Path | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = [
+            *self._section_problems(),
+            *self._name_problems(),
+            *self._training_problems(),
+            *self._gpu_problems(),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def run_name(self) -> str:
+        """The name with the seed in it."""
+        return self.name.replace(_SEED, str(self.seed))
+
+    @property
+    def folder(self) -> Path:
+        """Where the run keeps everything."""
+        return Path(self.cluster.fileroot) / self.run_name
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub name of the model, with the seed in it."""
+        return self.model.path.replace(_SEED, str(self.seed))
+
+    @property
+    def origin(self) -> Path | None:
+        """The file it was read from; None where it was made in code."""
+        return self._origin
+
+    @property
+    def import_roots(self) -> list[Path]:
+        """Folders in which the code it names is looked for first."""
+        return import_roots(self._origin)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits; equal for recipes with equal values, whatever file they came from."""
+        plain = json.dumps(typed_yaml.untyped_values(self), sort_keys=True)
+        return hashlib.sha256(plain.encode()).hexdigest()[:16]
+
+    def to_yaml(self) -> str:
+        """Every key with its value; reads back as the same recipe."""
+        return yaml_tree.write_yaml(typed_yaml.untyped_values(self))
+
+    def _section_problems(self) -> list[str]:
+        problems = [
+            f"{name}: is missing; kind: {self.kind} needs it. Add the section."
+            for name in _NEEDED[self.kind]
+            if getattr(self, name) is None
+        ]
+        return problems + [
+            f"{name}: is given; kind: {self.kind} has no use for it. Remove the section."
+            for name in _REFUSED[self.kind]
+            if getattr(self, name) is not None
+        ]
+
+    def _name_problems(self) -> list[str]:
+        if "/" in self.name or "\0" in self.name or self.name.strip(". ") != self.name:
+            return [
+                f"name: is {self.name!r}; must be a plain folder name, without '/' and without "
+                "dots or spaces at its ends. The folder above it is cluster.fileroot."
+            ]
+        return []
+
+    def _training_problems(self) -> list[str]:
+        if self.kind != "rl" or self.admission is None:
+            return []
+        problems = []
+        if self.steps == 0:
+            problems.append("steps: is 0; must be >= 1 for kind: rl. Say how many.")
+        groups, minibatches = self.admission.groups_per_step, self.learner.ppo_n_minibatches
+        if groups % minibatches:
+            problems.append(
+                f"learner.ppo_n_minibatches: is {minibatches}; must divide "
+                f"admission.groups_per_step = {groups}. Change one of them."
+            )
+        if self.rollout.sampling.temperature == 0:
+            problems.append(
+                "rollout.sampling.temperature: is 0; must be above 0 for training, since greedy "
+                "samples of a task are all alike. Use 1.0; evaluation.sampling may be 0."
+            )
+        if self.admission.n_samples == 1 and self.objective.advantage.startswith("group_mean"):
+            problems.append(
+                "admission.n_samples: is 1; the baseline is the mean of a group, so a single "
+                "sample never has an advantage. Use 2 or more."
+            )
+        return problems
+
+    def _gpu_problems(self) -> list[str]:
+        supply = self.cluster.n_nodes * self.cluster.n_gpus_per_node
+        rollouts = self.rollout.replicas * self.rollout.num_gpus
+        learners = self.learner.ranks * self.learner.num_gpus
+        demand = (rollouts if self.kind != "sft" else 0) + (learners if self.kind != "eval" else 0)
+        if demand <= supply:
+            return []
+        return [
+            f"cluster.n_gpus_per_node: is {self.cluster.n_gpus_per_node} on n_nodes = "
+            f"{self.cluster.n_nodes}; must hold {demand:g} GPUs (rollout {rollouts:g}, learner "
+            f"{learners:g}). Raise it, or lower rollout.replicas, learner.ranks or their num_gpus."
+        ]
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file with `key=value` overrides applied in order.
+
+    Raises:
+        RecipeError: all that is wrong with it, one line each.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise RecipeError(f"{path}: {reason}; must be a recipe (YAML). Check the path.") from error
+    return parse_recipe(text, overrides, origin=path)
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: Path | None = None) -> Recipe:
+    """The recipe of a YAML text; see `load_recipe`."""
+    where = origin.name if origin is not None else "recipe"
+    problems: list[str] = []
+    tree = yaml_tree.Mapping({}, where)
+    try:
+        tree = yaml_tree.read_tree(text, where)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    for override in overrides:
+        try:
+            changed = yaml_tree.set_at(tree, *yaml_tree.read_override(override))
+        except ValueError as error:
+            told = str(error)
+            problems.append(told if told.startswith("override") else f"override {override}: {told}")
+            continue
+        assert isinstance(changed, yaml_tree.Mapping)
+        tree = changed
+    recipe = typed_yaml.read_config(tree, Recipe)
+    if isinstance(recipe, list):
+        problems += recipe
+    if problems or isinstance(recipe, list):
+        raise RecipeError("\n".join(problems))
+    recipe._origin = origin
+    return recipe
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON schema of a recipe, for editors."""
+    schema = Recipe.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

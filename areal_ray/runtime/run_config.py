@@ -1,0 +1,113 @@
+"""What a recipe says about the run as a whole. Light to import: no Ray, no torch."""
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from areal_ray.agents.task_stream import TasksConfig
+from areal_ray.core.config import Config
+from areal_ray.engines.protocols import SamplingConfig
+
+
+class ModelConfig(Config):
+    """The model that is sampled from and trained."""
+
+    path: str = Field(min_length=1)
+    """Folder with a Hugging Face checkpoint, or a hub name such as Qwen/Qwen2.5-1.5B-Instruct.
+    `{seed}` stands for the recipe's seed."""
+    create: str | None = None
+    """Makes the model where the folder of `path` is missing: a recipe (a .yaml file) whose run
+    leaves it there, or a `package.module:function` called with (folder, seed)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights in the generation engines; the learner's is learner.engine.dtype."""
+
+    @property
+    def is_created_by_recipe(self) -> bool:
+        """Whether `create` names another recipe."""
+        return self.create is not None and self.create.endswith((".yaml", ".yml"))
+
+    @property
+    def may_be_hub_name(self) -> bool:
+        """Whether `path` has the form `owner/name` of the Hugging Face hub."""
+        return re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", self.path) is not None
+
+
+class EvaluationConfig(Config):
+    """Held-out tasks, scored beside training under a committed version.
+
+    What is not given here is inherited: agent and reward from the run, and of the sampling
+    max_new_tokens and stop_token_ids from rollout.sampling; the rest of the sampling is greedy.
+    """
+
+    tasks: TasksConfig
+    """Held-out tasks; nothing is inherited from the training tasks."""
+    every_steps: int = Field(0, ge=0)
+    """Evaluate after every so many steps, and after the last. 0 = after the last only."""
+    before: bool = True
+    """Also evaluate the initial weights."""
+    limit: int | None = Field(None, ge=1)
+    """Tasks at most, the first of the source. null = all."""
+    n_samples: int = Field(1, ge=1)
+    """Episodes a task. Above 1, accuracy is their mean and pass@n is reported too."""
+    sampling: SamplingConfig | None = None
+    """null = greedy, with the limits of rollout.sampling."""
+    max_concurrent_tasks: int = Field(32, ge=1)
+    """Tasks attempted at once."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        greedy = self.sampling is None or self.sampling.temperature == 0
+        if self.n_samples > 1 and greedy:
+            raise ValueError(
+                f"n_samples: is {self.n_samples} with greedy sampling, where all samples are "
+                "alike; must be 1. Set sampling.temperature above 0, or n_samples to 1"
+            )
+        return self
+
+    def sampling_for(self, training: SamplingConfig) -> SamplingConfig:
+        """How an evaluation samples, given how training does."""
+        if self.sampling is not None:
+            return self.sampling
+        return training.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+
+
+class ClusterConfig(Config):
+    """Where the run lives, and what it may count on there."""
+
+    n_nodes: int = Field(1, ge=1)
+    """Nodes the run waits for before it starts."""
+    n_gpus_per_node: int = Field(0, ge=0)
+    """GPUs that each of these nodes has for the run."""
+    fileroot: str = "runs"
+    """Folder of the run folders; on several nodes it must be shared between them."""
+    address: str | None = None
+    """Of a running Ray cluster ("auto" finds the one on this machine). null = RAY_ADDRESS if that
+    is set, else as scheduler.type says."""
+    num_cpus: int | None = Field(None, ge=1)
+    """CPUs of a Ray that is started here. null = as many as the machine has."""
+    object_store_bytes: int = Field(512 * 1024**2, ge=80 * 1024**2)
+    """Object store of a Ray that is started here."""
+
+
+class SchedulerConfig(Config):
+    """What places the actors."""
+
+    type: Literal["local", "ray"] = "local"
+    """local: start a Ray on this machine for the run, unless an address is given.
+    ray: join a running cluster, and never start one."""
+
+
+class DeadlinesConfig(Config):
+    """How long the run waits before it gives up and says for what."""
+
+    nodes_s: float = Field(300.0, gt=0.0)
+    """For the nodes of the cluster to be there."""
+    placement_s: float = Field(120.0, gt=0.0)
+    """For the placement groups."""
+    start_s: float = Field(600.0, gt=0.0)
+    """For an actor to load its engine."""
+    groups_s: float = Field(1800.0, gt=0.0)
+    """For the groups of one step."""
+    step_s: float = Field(3600.0, gt=0.0)
+    """For one learner step."""
