@@ -1,0 +1,31 @@
+"""Who takes part in one collective group of weights, and how a member learns that it broke.
+
+Free of torch, so that ParamSyncActor and the driver stay light.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from areal_ray.errors import PublishError
+
+
+class GroupBroken(PublishError):
+    """A collective group failed through no fault of the member that reports it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One collective group: a fresh name for every set of members, rank 0 is the learner."""
+
+    group_name: str
+    members: tuple[str, ...]
+    """Display name by rank, to say who is absent."""
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+    """Bound of every wait inside the group."""
+    address: str = ""
+    """host:port of the learner's rendezvous store; empty asks rank 0 to open it and answer."""
+
+    def at(self, address: str) -> "Membership":
+        """The same group with its meeting point known."""
+        return replace(self, address=address)

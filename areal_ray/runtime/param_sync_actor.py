@@ -1,0 +1,427 @@
+"""ParamSyncActor: the only writer of the version. A publish is a two-phase commit.
+
+    plan (once) -> stage: learner sends, replicas receive -> verify digests -> swap -> commit
+
+A failure before the swap leaves everyone at the old version. A replica that fails is set aside,
+named in the report and brought back in a later publish once it answers again; the others go on in
+a group of a fresh name. A replica that may have swapped by half is restarted, so that it comes back
+with the last committed weights. Holds no tensor and needs no torch.
+
+Waits: every call to an actor ends at `weights.timeout_s` (and a grace for the answer to travel).
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+import ray
+from pydantic import Field, field_validator
+
+from areal_ray.core.buckets import ALIGNMENT_BYTES, BucketPlan
+from areal_ray.core.config import Config
+from areal_ray.errors import ActorLost, ArealRayError, DeadlineExceeded, PublishError
+from areal_ray.runtime.fleet import call
+from areal_ray.runtime.membership import GroupBroken, Membership
+
+_GRACE_S = 3.0
+"""A member reports its own deadline; only one that is silent beyond this is called hung."""
+
+_BLANK_ATTEMPTS = 2
+"""Groups that may break without a member to blame before the publish is given up."""
+
+LEARNER = "learner"
+
+
+class WeightsConfig(Config):
+    """How new weights reach the rollout replicas."""
+
+    transport: Literal["collective", "object_store"] = "collective"
+    """collective: broadcast over a group of our own; object_store: one payload that each replica
+    reads (fleets that come and go)."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Of the collective group. gloo works everywhere; nccl needs a GPU of its own per member."""
+    bucket_bytes: int = Field(16 * 1024**2, ge=ALIGNMENT_BYTES)
+    """Weights travel in slices of this size; a multiple of 16."""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Floating-point weights are cast to it by the learner; empty = sent as they are."""
+    timeout_s: float = Field(120.0, gt=0.0)
+    """Bound of every wait in a publish: joining, staging, swapping."""
+    snapshot: Literal["lazy", "always"] = "lazy"
+    """lazy: the learner keeps the bytes of the last committed version, and they enter the object
+    store when a late or restarted replica (or evaluation) asks. always: after every publish; they
+    then outlive the learner, for the price of one copy of the model per publish."""
+
+    @field_validator("bucket_bytes")
+    @classmethod
+    def _aligned(cls, bucket_bytes: int) -> int:
+        if bucket_bytes % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"weights.bucket_bytes: {bucket_bytes}; must be a multiple of {ALIGNMENT_BYTES}"
+            )
+        return bucket_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one publish did."""
+
+    version: int
+    seconds: float
+    stage_s: float
+    """Until every byte was verified; engines sample meanwhile."""
+    engine_idle_s: float
+    """Longest standstill of an engine."""
+    bytes: int
+    """Of one copy of the weights as they travel."""
+    replicas: tuple[str, ...]
+    """That sample from this version now."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Replicas set aside: name -> reason. They sample from an older version or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedWeights:
+    """What a late or restarted replica catches up with."""
+
+    version: int
+    plan: BucketPlan | None = None
+    """None where nothing was published: the model on disk is this version."""
+    payload: tuple[Any, ...] = ()
+    """The one ObjectRef of the sealed bytes, nested so that Ray passes it on unread; or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSyncHealth:
+    """ParamSyncActor's own account of itself."""
+
+    version: int
+    replicas: tuple[str, ...]
+    quarantined: dict[str, str]
+    doing: str
+    """idle, or the phase under way and since how many seconds."""
+
+
+@dataclass(slots=True)
+class _Answers:
+    """Of one verb sent to several members at once."""
+
+    good: dict[str, Any] = field(default_factory=dict)
+    failed: dict[str, ArealRayError] = field(default_factory=dict)
+
+    def culprits(self) -> dict[str, str]:
+        """Members that failed by themselves, not because another did."""
+        return {
+            name: str(error)
+            for name, error in self.failed.items()
+            if not isinstance(error, GroupBroken)
+        }
+
+
+class ParamSyncActor:
+    """Moves versions from the learner to the replicas; commits what every survivor swapped in."""
+
+    def __init__(self, config: WeightsConfig, version: int = 0) -> None:
+        """`version` is that of the model each replica starts with; nothing was published yet."""
+        self._config = config
+        self._learner: Any = None
+        self._replicas: dict[str, Any] = {}
+        self._membership: Membership | None = None
+        self._address = ""
+        self._plan: BucketPlan | None = None
+        self._committed = CommittedWeights(version)
+        self._quarantined: dict[str, str] = {}
+        self._probes: dict[str, asyncio.Future[str]] = {}
+        self._publishing = asyncio.Lock()
+        self._snapshotting = asyncio.Lock()
+        self._doing = ("idle", 0.0)
+
+    async def set_members(self, learner: Any, replicas: Mapping[str, Any]) -> None:
+        """Who publishes (rank 0's handle) and who receives (handles by name), from now on."""
+        async with self._publishing:
+            if learner is not self._learner:
+                self._address, self._plan = "", None
+            self._learner = learner
+            self._replicas = dict(replicas)
+            self._membership = None
+            self._quarantined = {}
+            for probe in self._probes.values():
+                probe.cancel()
+            self._probes = {}
+
+    async def version(self) -> int:
+        """The committed version."""
+        return self._committed.version
+
+    async def health(self) -> ParamSyncHealth:
+        """Answers at once, also during a publish."""
+        phase, since_s = self._doing
+        doing = phase if phase == "idle" else f"{phase} for {time.monotonic() - since_s:.1f} s"
+        return ParamSyncHealth(
+            self._committed.version,
+            tuple(name for name in self._replicas if name not in self._quarantined),
+            dict(self._quarantined),
+            doing,
+        )
+
+    async def publish(self, version: int) -> PublishReport:
+        """Bring the learner's present weights to every replica as `version`, then commit it.
+
+        Raises:
+            PublishError: The learner failed, no replica could be updated, or the version is not
+                the next one. The committed version is unchanged and staged weights are discarded.
+        """
+        async with self._publishing:
+            if version != self._committed.version + 1:
+                raise PublishError(
+                    f"publish: version {version}; must be {self._committed.version + 1}, the one "
+                    "after the committed version"
+                )
+            try:
+                return await self._publish(version)
+            finally:
+                self._doing = ("idle", 0.0)
+
+    async def committed(self) -> CommittedWeights:
+        """The committed version and, once something was published, its bytes.
+
+        Raises:
+            DeadlineExceeded: The learner did not hand its snapshot out in time.
+        """
+        async with self._snapshotting:
+            held = self._committed
+            if held.plan is None or held.payload:
+                return held
+            payload = await self._snapshot(held.plan, held.version)
+            complete = CommittedWeights(held.version, held.plan, (payload,))
+            if self._committed is held:  # no newer version was committed meanwhile
+                self._committed = complete
+            return complete
+
+    async def _publish(self, version: int) -> PublishReport:
+        started_s = time.perf_counter()
+        if self._learner is None:
+            raise PublishError("publish: no learner is known. Call set_members first")
+        if self._plan is None:
+            config = self._config
+            self._enter("plan")
+            self._plan = await self._ask_learner(
+                "weights_plan", config.bucket_bytes, config.dtype
+            )
+        self._readmit()
+        already_aside = dict(self._quarantined)
+        if self._config.transport == "collective":
+            staged, payload = await self._stage_collective(self._plan, version), ()
+        else:
+            staged, payload = await self._stage_payload(self._plan, version)
+        stage_s = time.perf_counter() - started_s
+        idle_s, payload = await self._swap(staged, version, payload)
+        self._committed = CommittedWeights(version, self._plan, payload)
+        return PublishReport(
+            version=version,
+            seconds=time.perf_counter() - started_s,
+            stage_s=stage_s,
+            engine_idle_s=max(idle_s.values(), default=0.0),
+            bytes=self._plan.total_bytes,
+            replicas=tuple(idle_s),
+            quarantined={**already_aside, **self._quarantined},
+        )
+
+    async def _stage_collective(self, plan: BucketPlan, version: int) -> list[str]:
+        """Send and receive in one group, anew with the survivors until no member fails."""
+        blanks = 0
+        while True:
+            names = self._present(version)
+            answers = await self._form(names)
+            if not answers.failed:
+                assert self._membership is not None
+                self._enter("stage")
+                sending = self._learner.weights_send.remote(plan, version)
+                calls = {n: self._replicas[n].weights_stage.remote(plan, version) for n in names}
+                answers = await self._gather({LEARNER: sending, **calls}, "stage")
+            if not answers.failed:
+                wrong = self._verify(answers)
+                if not wrong:
+                    return names
+                answers.failed.update(wrong)
+            self._membership = None
+            culprits = answers.culprits()
+            await self._blame(culprits, version)
+            if LEARNER in answers.good and answers.failed.keys() == culprits.keys():
+                good = [name for name in names if name in answers.good]
+                if good and not self._verify(answers):
+                    return good
+            if not culprits:
+                blanks += 1
+                if blanks >= _BLANK_ATTEMPTS:
+                    await self._abandon(version, _listed(answers.failed))
+
+    async def _form(self, names: list[str]) -> _Answers:
+        """Join all into a group of a fresh name, unless the present one has these members."""
+        members = (LEARNER, *names)
+        if self._membership is not None and self._membership.members == members:
+            return _Answers()
+        self._enter("join")
+        self._membership = None
+        name = f"weights-{uuid4().hex[:12]}"
+        membership = Membership(name, members, self._config.backend, self._config.timeout_s)
+        if not self._address:
+            self._address = await self._ask_learner("weights_join", membership, 0)
+        membership = membership.at(self._address)
+        handles = [self._learner, *(self._replicas[name] for name in names)]
+        answers = await self._gather(
+            {
+                member: handle.weights_join.remote(membership, rank)
+                for rank, (member, handle) in enumerate(zip(members, handles, strict=True))
+            },
+            "join",
+        )
+        if not answers.failed:
+            self._membership = membership
+        return answers
+
+    async def _stage_payload(
+        self, plan: BucketPlan, version: int
+    ) -> tuple[list[str], tuple[Any, ...]]:
+        """Through the object store: each replica reads the one payload by itself."""
+        names = self._present(version)
+        self._enter("stage")
+        digests = await self._ask_learner("weights_send", plan, version)
+        payload = await self._snapshot(plan, version)
+        calls = {n: self._replicas[n].weights_stage.remote(plan, version, [payload]) for n in names}
+        answers = await self._gather(calls, "stage")
+        answers.good[LEARNER] = digests
+        answers.failed.update(self._verify(answers))
+        await self._blame({name: str(error) for name, error in answers.failed.items()}, version)
+        self._present(version)
+        return [name for name in names if name not in answers.failed], (payload,)
+
+    async def _swap(
+        self, staged: list[str], version: int, payload: tuple[Any, ...]
+    ) -> tuple[dict[str, float], tuple[Any, ...]]:
+        """Idle seconds by replica that swapped, and the payload if one is to be held."""
+        self._enter("swap")
+        calls = {name: self._replicas[name].weights_swap.remote(version) for name in staged}
+        swapping = self._gather(calls, "swap")
+        if not payload and self._config.snapshot == "always":
+            assert self._plan is not None
+            answers, snapshot = await asyncio.gather(swapping, self._snapshot(self._plan, version))
+            payload = (snapshot,)
+        else:
+            answers = await swapping
+        for name, error in answers.failed.items():
+            # It may have loaded some tensors and not others: it must not sample again like that.
+            ray.kill(self._replicas[name], no_restart=False)
+            self._set_aside(name, f"{error}; restarted")
+        if self._replicas and not answers.good:
+            raise PublishError(
+                f"version {version}: no replica swapped it in; {_listed(answers.failed)}. The "
+                f"committed version stays {self._committed.version}"
+            )
+        return {name: float(answers.good[name]) for name in staged if name in answers.good}, payload
+
+    async def _snapshot(self, plan: BucketPlan, version: int) -> Any:
+        """Reference to the sealed bytes; returned by the learner's call, so owned here."""
+        payload = self._learner.weights_snapshot.remote(plan, version)
+        await self._bounded(LEARNER, payload, "snapshot")
+        return payload
+
+    async def _ask_learner(self, verb: str, *args: Any) -> Any:
+        """One verb of the learner; its failure is the publish's."""
+        answer = getattr(self._learner, verb).remote(*args)
+        try:
+            return await self._bounded(LEARNER, answer, verb)
+        except ArealRayError as error:
+            raise PublishError(
+                f"{error}. The committed version stays {self._committed.version}"
+            ) from error
+
+    async def _gather(self, calls: Mapping[str, Awaitable[Any]], phase: str) -> _Answers:
+        """Await all answers; a failure is filed under its member and cuts no other short."""
+        answers = _Answers()
+
+        async def file(name: str, answer: Awaitable[Any]) -> None:
+            try:
+                answers.good[name] = await self._bounded(name, answer, phase)
+            except ArealRayError as error:
+                answers.failed[name] = error
+
+        await asyncio.gather(*(file(name, answer) for name, answer in calls.items()))
+        return answers
+
+    async def _bounded(self, name: str, answer: Awaitable[Any], phase: str) -> Any:
+        limit_s = self._config.timeout_s + _GRACE_S
+        try:
+            return await asyncio.wait_for(call(name, answer), limit_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{name} did not answer {phase} in {limit_s:g} s") from error
+
+    def _verify(self, answers: _Answers) -> dict[str, ArealRayError]:
+        """Replicas whose bytes are not the learner's."""
+        sent = answers.good[LEARNER]
+        return {
+            name: PublishError(f"{name}: digests differ from the learner's; staged bytes dropped")
+            for name, digests in answers.good.items()
+            if digests != sent
+        }
+
+    async def _blame(self, culprits: Mapping[str, str], version: int) -> None:
+        """Set culprits aside; the learner's failure ends the publish."""
+        for name, reason in culprits.items():
+            if name != LEARNER:
+                self._set_aside(name, reason)
+        if LEARNER in culprits:
+            await self._abandon(version, culprits[LEARNER])
+
+    async def _abandon(self, version: int, reason: str) -> None:
+        """Have everyone drop what was staged, and give this publish up."""
+        self._membership = None
+        present = [name for name in self._replicas if name not in self._quarantined]
+        await self._gather({n: self._replicas[n].weights_discard.remote() for n in present}, "drop")
+        raise PublishError(
+            f"version {version}: {reason}. The committed version stays {self._committed.version}"
+        )
+
+    def _present(self, version: int) -> list[str]:
+        """Replicas to update.
+
+        Raises:
+            PublishError: There are replicas, and all of them are set aside.
+        """
+        names = [name for name in self._replicas if name not in self._quarantined]
+        if self._replicas and not names:
+            raise PublishError(
+                f"version {version}: no replica is left; "
+                + "; ".join(f"{name}: {reason}" for name, reason in self._quarantined.items())
+                + f". The committed version stays {self._committed.version}"
+            )
+        return names
+
+    def _set_aside(self, name: str, reason: str) -> None:
+        self._quarantined[name] = reason
+        self._membership = None
+        self._probe(name)
+
+    def _probe(self, name: str) -> None:
+        """Ask a replica set aside whether it is there again; nobody waits for the answer."""
+        answer = call(name, self._replicas[name].incarnation.remote())
+        self._probes[name] = asyncio.ensure_future(answer)
+
+    def _readmit(self) -> None:
+        """Take back the replicas that answer again; they join the next group."""
+        for name, probe in list(self._probes.items()):
+            if not probe.done():
+                continue
+            if probe.exception() is None:
+                del self._probes[name], self._quarantined[name]
+            else:
+                self._probe(name)
+
+    def _enter(self, phase: str) -> None:
+        self._doing = (phase, time.monotonic())
+
+
+def _listed(failed: Mapping[str, ArealRayError]) -> str:
+    return "; ".join(str(error) for error in failed.values())
