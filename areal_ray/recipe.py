@@ -20,8 +20,8 @@ from areal_ray.core import typed_yaml, yaml_tree
 from areal_ray.core.config import Config
 from areal_ray.core.imports import import_roots
 from areal_ray.core.versions import AdmissionConfig
-from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.engines.sft import SftConfig
+from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.errors import RecipeError
 from areal_ray.rewards.reward import RewardConfig
 from areal_ray.runtime.rollout_config import RolloutConfig

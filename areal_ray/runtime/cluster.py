@@ -1,0 +1,153 @@
+"""Connecting to a Ray cluster, or starting one here; what it has; the environment Ray reads.
+
+connect waits for the cluster's head and for cluster.n_nodes nodes; bounded by deadlines.nodes_s.
+"""
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_ray.errors import PlacementError
+from areal_ray.runtime.placement import NodeSupply
+from areal_ray.runtime.run_config import ClusterConfig, DeadlinesConfig, SchedulerConfig
+
+RAY_SERIES = "2.60"
+"""The Ray this is written for: major and minor version."""
+
+_LOCAL_ENV = {
+    # Workers run at niceness 15 otherwise: anything else on the machine would starve the engines.
+    "RAY_worker_niceness": "0",
+    # Actors without GPUs keep what they can see; silences a warning in every worker.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A driver's hold on a cluster."""
+
+    nodes: tuple[NodeSupply, ...]
+    is_started_here: bool
+    """Whether closing it ends the cluster."""
+    is_connected_here: bool
+    """Whether closing it disconnects: not where the caller was connected before."""
+
+    def close(self) -> None:
+        """Disconnect; end a Ray that was started for the run."""
+        import ray
+
+        if self.is_connected_here:
+            ray.shutdown()
+
+
+def address_of(cluster: ClusterConfig, scheduler: SchedulerConfig) -> str | None:
+    """The cluster to join; None = start one on this machine."""
+    named = cluster.address or os.environ.get("RAY_ADDRESS")
+    return named or ("auto" if scheduler.type == "ray" else None)
+
+
+def connect(
+    cluster: ClusterConfig, scheduler: SchedulerConfig, deadlines: DeadlinesConfig
+) -> Connection:
+    """Join the cluster that the recipe or RAY_ADDRESS names, or start a Ray here.
+
+    Raises:
+        PlacementError: no cluster there, another Ray version, or too few nodes in time.
+    """
+    import ray
+
+    check_ray_version(ray.__version__)
+    if ray.is_initialized():
+        return Connection(tuple(_wait_for_nodes(cluster, deadlines)), False, False)
+    address = address_of(cluster, scheduler)
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "include_dashboard": False if address is None else None,
+    }
+    if address is None:
+        for name, value in _LOCAL_ENV.items():
+            os.environ.setdefault(name, value)
+        options |= {
+            "num_cpus": cluster.num_cpus,
+            "object_store_memory": cluster.object_store_bytes,
+        }
+    try:
+        ray.init(address=address or "local", **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PlacementError(_why_not(error, address)) from error
+    try:
+        nodes = _wait_for_nodes(cluster, deadlines)
+    except BaseException:
+        ray.shutdown()
+        raise
+    return Connection(tuple(nodes), is_started_here=address is None, is_connected_here=True)
+
+
+def check_ray_version(version: str) -> None:
+    """Refuse a Ray that this was not written for, before it fails in some obscure way."""
+    if not version.startswith(RAY_SERIES + "."):
+        raise PlacementError(
+            f"ray: version {version} is installed; must be {RAY_SERIES}.*. "
+            f"pip install 'ray[default]=={RAY_SERIES}.*'"
+        )
+
+
+def machine_nodes(cluster: ClusterConfig) -> list[NodeSupply]:
+    """What a Ray started on this machine would have; needs no Ray."""
+    cpus = cluster.num_cpus or len(os.sched_getaffinity(0))
+    gpus = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").iterdir())
+    return [NodeSupply("this machine", float(cpus), float(gpus))]
+
+
+def cluster_nodes() -> list[NodeSupply]:
+    """What the nodes of the connected cluster have."""
+    import ray
+
+    return [
+        NodeSupply(
+            f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}",
+            float(node["Resources"].get("CPU", 0.0)),
+            float(node["Resources"].get("GPU", 0.0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _wait_for_nodes(cluster: ClusterConfig, deadlines: DeadlinesConfig) -> list[NodeSupply]:
+    end = time.monotonic() + deadlines.nodes_s
+    while True:
+        nodes = cluster_nodes()
+        if len(nodes) >= cluster.n_nodes:
+            return nodes
+        if time.monotonic() > end:
+            raise PlacementError(
+                f"cluster.n_nodes: is {cluster.n_nodes}; {len(nodes)} came within "
+                f"deadlines.nodes_s = {deadlines.nodes_s:g} s. Add nodes, or lower it."
+            )
+        time.sleep(min(1.0, deadlines.nodes_s / 10))
+
+
+def _why_not(error: Exception, address: str | None) -> str:
+    text = str(error)
+    where = f"the Ray cluster at {address!r}" if address else "a Ray on this machine"
+    versions = re.findall(r"(Ray|Python): ([\w.+]+)", text)
+    if "ersion mismatch" in text and versions:
+        told = ", ".join(f"{name} {version}" for name, version in versions)
+        return (
+            f"cluster: {where} runs other versions than this driver ({told}; cluster first). "
+            "Both must be the same. Use the cluster's image, or one environment for both."
+        )
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if address is not None:
+        return (
+            f"cluster.address: {where} does not answer ({first[:160]}). Start it with "
+            "`ray start --head`, or unset RAY_ADDRESS and use scheduler.type=local."
+        )
+    return f"cluster: {where} could not be started ({first[:160]})."
