@@ -148,9 +148,13 @@ def plan_buckets(
     return BucketPlan(tuple(specs), bucket_bytes, end)
 
 
-def digest(content: bytes | bytearray | memoryview | NDArray[np.uint8]) -> str:
+def digest(content: bytes | NDArray[np.uint8]) -> str:
     """Hex digest of contiguous bytes; equal digests are taken as equal bytes."""
-    return hashlib.sha256(content).digest()[:DIGEST_BYTES].hex()
+    return (
+        hashlib.sha256(content if isinstance(content, bytes) else content.data)
+        .digest()[:DIGEST_BYTES]
+        .hex()
+    )
 
 
 def bucket_digests(plan: BucketPlan, flat: NDArray[np.uint8]) -> list[str]:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from ray.util import collective as ray_collective
 from ray.util import get_node_ip_address
-from ray.util.collective.backend_registry import get_backend_registry, register_collective_backend
+from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
+from ray.util.collective.types import Backend
 
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.runtime.membership import GroupBroken, Membership
@@ -150,7 +151,7 @@ class BytesGroup(BaseGroup):
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, nccl)
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = timeout
         # By address, since a host name may resolve to one that other nodes cannot reach.
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=get_node_ip_address())]
@@ -167,14 +168,15 @@ class BytesGroup(BaseGroup):
     allreduce = barrier = reduce = allgather = reducescatter = send = recv = _refuse
 
 
+register_collective_backend(BACKEND, BytesGroup)
+
+
 def join_group(membership: Membership, rank: int, store: dist.TCPStore | None = None) -> BytesGroup:
-    """Become a member, inside a Ray actor: register with Ray, then meet the others."""
-    if not get_backend_registry().is_registered(BACKEND):
-        register_collective_backend(BACKEND, BytesGroup)
+    """Become a member, inside a Ray actor: known to Ray by its name, then met by the others."""
     name = membership.group_name
     _announced[name] = membership
     ray_collective.init_collective_group(
-        len(membership.members), rank, backend=BACKEND, group_name=name
+        len(membership.members), rank, backend=Backend(BACKEND), group_name=name
     )
     group = ray_collective.get_group_handle(name)
     assert isinstance(group, BytesGroup)

@@ -12,7 +12,7 @@ Waits: every call to an actor ends at `weights.timeout_s` (and a grace for the a
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
@@ -22,9 +22,10 @@ from pydantic import Field, field_validator
 
 from areal_ray.core.buckets import ALIGNMENT_BYTES, BucketPlan
 from areal_ray.core.config import Config
-from areal_ray.errors import ActorLost, ArealRayError, DeadlineExceeded, PublishError
+from areal_ray.errors import ArealRayError, PublishError
+from areal_ray.runtime.answers import Answers, ask, ask_all
 from areal_ray.runtime.fleet import call
-from areal_ray.runtime.membership import GroupBroken, Membership
+from areal_ray.runtime.membership import Membership
 
 _GRACE_S = 3.0
 """A member reports its own deadline; only one that is silent beyond this is called hung."""
@@ -83,13 +84,13 @@ class PublishReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedWeights:
+class Committed:
     """What a late or restarted replica catches up with."""
 
     version: int
     plan: BucketPlan | None = None
     """None where nothing was published: the model on disk is this version."""
-    payload: tuple[Any, ...] = ()
+    snapshot: tuple[Any, ...] = ()
     """The one ObjectRef of the sealed bytes, nested so that Ray passes it on unread; or empty."""
 
 
@@ -104,34 +105,19 @@ class ParamSyncHealth:
     """idle, or the phase under way and since how many seconds."""
 
 
-@dataclass(slots=True)
-class _Answers:
-    """Of one verb sent to several members at once."""
-
-    good: dict[str, Any] = field(default_factory=dict)
-    failed: dict[str, ArealRayError] = field(default_factory=dict)
-
-    def culprits(self) -> dict[str, str]:
-        """Members that failed by themselves, not because another did."""
-        return {
-            name: str(error)
-            for name, error in self.failed.items()
-            if not isinstance(error, GroupBroken)
-        }
-
-
 class ParamSyncActor:
     """Moves versions from the learner to the replicas; commits what every survivor swapped in."""
 
     def __init__(self, config: WeightsConfig, version: int = 0) -> None:
         """`version` is that of the model each replica starts with; nothing was published yet."""
         self._config = config
+        self._limit_s = config.timeout_s + _GRACE_S
         self._learner: Any = None
         self._replicas: dict[str, Any] = {}
         self._membership: Membership | None = None
         self._address = ""
         self._plan: BucketPlan | None = None
-        self._committed = CommittedWeights(version)
+        self._committed = Committed(version)
         self._quarantined: dict[str, str] = {}
         self._probes: dict[str, asyncio.Future[str]] = {}
         self._publishing = asyncio.Lock()
@@ -184,7 +170,7 @@ class ParamSyncActor:
             finally:
                 self._doing = ("idle", 0.0)
 
-    async def committed(self) -> CommittedWeights:
+    async def committed(self) -> Committed:
         """The committed version and, once something was published, its bytes.
 
         Raises:
@@ -192,10 +178,10 @@ class ParamSyncActor:
         """
         async with self._snapshotting:
             held = self._committed
-            if held.plan is None or held.payload:
+            if held.plan is None or held.snapshot:
                 return held
             payload = await self._snapshot(held.plan, held.version)
-            complete = CommittedWeights(held.version, held.plan, (payload,))
+            complete = Committed(held.version, held.plan, (payload,))
             if self._committed is held:  # no newer version was committed meanwhile
                 self._committed = complete
             return complete
@@ -207,9 +193,7 @@ class ParamSyncActor:
         if self._plan is None:
             config = self._config
             self._enter("plan")
-            self._plan = await self._ask_learner(
-                "weights_plan", config.bucket_bytes, config.dtype
-            )
+            self._plan = await self._ask_learner("weights_plan", config.bucket_bytes, config.dtype)
         self._readmit()
         already_aside = dict(self._quarantined)
         if self._config.transport == "collective":
@@ -218,7 +202,7 @@ class ParamSyncActor:
             staged, payload = await self._stage_payload(self._plan, version)
         stage_s = time.perf_counter() - started_s
         idle_s, payload = await self._swap(staged, version, payload)
-        self._committed = CommittedWeights(version, self._plan, payload)
+        self._committed = Committed(version, self._plan, payload)
         return PublishReport(
             version=version,
             seconds=time.perf_counter() - started_s,
@@ -235,49 +219,51 @@ class ParamSyncActor:
         while True:
             names = self._present(version)
             answers = await self._form(names)
-            if not answers.failed:
-                assert self._membership is not None
-                self._enter("stage")
-                sending = self._learner.weights_send.remote(plan, version)
-                calls = {n: self._replicas[n].weights_stage.remote(plan, version) for n in names}
-                answers = await self._gather({LEARNER: sending, **calls}, "stage")
-            if not answers.failed:
-                wrong = self._verify(answers)
-                if not wrong:
-                    return names
-                answers.failed.update(wrong)
-            self._membership = None
+            is_staged = not answers.failed
+            if is_staged:
+                answers = await self._transfer(plan, version, names)
             culprits = answers.culprits()
             await self._blame(culprits, version)
-            if LEARNER in answers.good and answers.failed.keys() == culprits.keys():
-                good = [name for name in names if name in answers.good]
-                if good and not self._verify(answers):
-                    return good
-            if not culprits:
-                blanks += 1
-                if blanks >= _BLANK_ATTEMPTS:
-                    await self._abandon(version, _listed(answers.failed))
+            good = [name for name in names if name in answers.good]
+            # Where nobody failed because of a culprit, what the others hold is whole.
+            if is_staged and not answers.has_victims() and (good or not names):
+                return good
+            self._membership = None
+            blanks += not culprits
+            if blanks >= _BLANK_ATTEMPTS:
+                await self._abandon(version, answers.listed())
 
-    async def _form(self, names: list[str]) -> _Answers:
+    async def _transfer(self, plan: BucketPlan, version: int, names: list[str]) -> Answers:
+        """Digests by member, of one attempt in the present group."""
+        self._enter("stage")
+        calls = {LEARNER: self._learner.weights_send.remote(plan, version)}
+        for name in names:
+            calls[name] = self._replicas[name].weights_stage.remote(plan, version)
+        answers = await ask_all(calls, "weights_stage", self._limit_s)
+        answers.compare(LEARNER)
+        return answers
+
+    async def _form(self, names: list[str]) -> Answers:
         """Join all into a group of a fresh name, unless the present one has these members."""
         members = (LEARNER, *names)
         if self._membership is not None and self._membership.members == members:
-            return _Answers()
+            return Answers()
         self._enter("join")
         self._membership = None
         name = f"weights-{uuid4().hex[:12]}"
         membership = Membership(name, members, self._config.backend, self._config.timeout_s)
         if not self._address:
-            self._address = await self._ask_learner("weights_join", membership, 0)
+            address = await self._ask_learner("weights_join", membership, 0)
+            if not address:
+                raise PublishError("learner: weights_join gave no address; must be host:port")
+            self._address = address
         membership = membership.at(self._address)
         handles = [self._learner, *(self._replicas[name] for name in names)]
-        answers = await self._gather(
-            {
-                member: handle.weights_join.remote(membership, rank)
-                for rank, (member, handle) in enumerate(zip(members, handles, strict=True))
-            },
-            "join",
-        )
+        calls = {
+            member: handle.weights_join.remote(membership, rank)
+            for rank, (member, handle) in enumerate(zip(members, handles, strict=True))
+        }
+        answers = await ask_all(calls, "weights_join", self._limit_s)
         if not answers.failed:
             self._membership = membership
         return answers
@@ -290,10 +276,10 @@ class ParamSyncActor:
         self._enter("stage")
         digests = await self._ask_learner("weights_send", plan, version)
         payload = await self._snapshot(plan, version)
-        calls = {n: self._replicas[n].weights_stage.remote(plan, version, [payload]) for n in names}
-        answers = await self._gather(calls, "stage")
+        calls = {n: self._replicas[n].weights_load.remote(plan, version, [payload]) for n in names}
+        answers = await ask_all(calls, "weights_load", self._limit_s)
         answers.good[LEARNER] = digests
-        answers.failed.update(self._verify(answers))
+        answers.compare(LEARNER)
         await self._blame({name: str(error) for name, error in answers.failed.items()}, version)
         self._present(version)
         return [name for name in names if name not in answers.failed], (payload,)
@@ -304,7 +290,7 @@ class ParamSyncActor:
         """Idle seconds by replica that swapped, and the payload if one is to be held."""
         self._enter("swap")
         calls = {name: self._replicas[name].weights_swap.remote(version) for name in staged}
-        swapping = self._gather(calls, "swap")
+        swapping = ask_all(calls, "weights_swap", self._limit_s)
         if not payload and self._config.snapshot == "always":
             assert self._plan is not None
             answers, snapshot = await asyncio.gather(swapping, self._snapshot(self._plan, version))
@@ -317,7 +303,7 @@ class ParamSyncActor:
             self._set_aside(name, f"{error}; restarted")
         if self._replicas and not answers.good:
             raise PublishError(
-                f"version {version}: no replica swapped it in; {_listed(answers.failed)}. The "
+                f"version {version}: no replica swapped it in; {answers.listed()}. The "
                 f"committed version stays {self._committed.version}"
             )
         return {name: float(answers.good[name]) for name in staged if name in answers.good}, payload
@@ -325,47 +311,18 @@ class ParamSyncActor:
     async def _snapshot(self, plan: BucketPlan, version: int) -> Any:
         """Reference to the sealed bytes; returned by the learner's call, so owned here."""
         payload = self._learner.weights_snapshot.remote(plan, version)
-        await self._bounded(LEARNER, payload, "snapshot")
+        await ask(LEARNER, payload, "weights_snapshot", self._limit_s)
         return payload
 
     async def _ask_learner(self, verb: str, *args: Any) -> Any:
         """One verb of the learner; its failure is the publish's."""
         answer = getattr(self._learner, verb).remote(*args)
         try:
-            return await self._bounded(LEARNER, answer, verb)
+            return await ask(LEARNER, answer, verb, self._limit_s)
         except ArealRayError as error:
             raise PublishError(
                 f"{error}. The committed version stays {self._committed.version}"
             ) from error
-
-    async def _gather(self, calls: Mapping[str, Awaitable[Any]], phase: str) -> _Answers:
-        """Await all answers; a failure is filed under its member and cuts no other short."""
-        answers = _Answers()
-
-        async def file(name: str, answer: Awaitable[Any]) -> None:
-            try:
-                answers.good[name] = await self._bounded(name, answer, phase)
-            except ArealRayError as error:
-                answers.failed[name] = error
-
-        await asyncio.gather(*(file(name, answer) for name, answer in calls.items()))
-        return answers
-
-    async def _bounded(self, name: str, answer: Awaitable[Any], phase: str) -> Any:
-        limit_s = self._config.timeout_s + _GRACE_S
-        try:
-            return await asyncio.wait_for(call(name, answer), limit_s)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{name} did not answer {phase} in {limit_s:g} s") from error
-
-    def _verify(self, answers: _Answers) -> dict[str, ArealRayError]:
-        """Replicas whose bytes are not the learner's."""
-        sent = answers.good[LEARNER]
-        return {
-            name: PublishError(f"{name}: digests differ from the learner's; staged bytes dropped")
-            for name, digests in answers.good.items()
-            if digests != sent
-        }
 
     async def _blame(self, culprits: Mapping[str, str], version: int) -> None:
         """Set culprits aside; the learner's failure ends the publish."""
@@ -379,7 +336,8 @@ class ParamSyncActor:
         """Have everyone drop what was staged, and give this publish up."""
         self._membership = None
         present = [name for name in self._replicas if name not in self._quarantined]
-        await self._gather({n: self._replicas[n].weights_discard.remote() for n in present}, "drop")
+        calls = {name: self._replicas[name].weights_discard.remote() for name in present}
+        await ask_all(calls, "weights_discard", self._limit_s)
         raise PublishError(
             f"version {version}: {reason}. The committed version stays {self._committed.version}"
         )
@@ -421,7 +379,3 @@ class ParamSyncActor:
 
     def _enter(self, phase: str) -> None:
         self._doing = (phase, time.monotonic())
-
-
-def _listed(failed: Mapping[str, ArealRayError]) -> str:
-    return "; ".join(str(error) for error in failed.values())

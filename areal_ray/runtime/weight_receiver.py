@@ -5,16 +5,14 @@ either take what was staged (to swap it in) or discard it. A late joiner stages 
 object store instead. Staging memory is one copy of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError
 
 from areal_ray.core.buckets import BucketPlan, digest, verify
-from areal_ray.errors import DeadlineExceeded, PublishError
+from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
 from areal_ray.runtime.membership import GroupBroken, Membership
 
@@ -25,12 +23,9 @@ if TYPE_CHECKING:
 class WeightReceiver:
     """Receives versions into staging memory; never touches the live weights."""
 
-    def __init__(
-        self, expected: Mapping[str, tuple[int, ...]], *, timeout_s: float = 120.0
-    ) -> None:
-        """What to expect: name and shape of each tensor; `timeout_s` bounds a payload's fetch."""
+    def __init__(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """What to expect: name and shape of each tensor."""
         self._expected = {name: tuple(shape) for name, shape in expected.items()}
-        self._timeout_s = timeout_s
         self._group: collective.BytesGroup | None = None
         self._buffer: Tensor | None = None
         self._staged: tuple[int, BucketPlan, Tensor] | None = None
@@ -48,10 +43,8 @@ class WeightReceiver:
         self._group = collective.join_group(membership, rank)
         return membership.address
 
-    def stage(
-        self, plan: BucketPlan, version: int, payload: Sequence[Any] | None = None
-    ) -> list[str]:
-        """Receive a version from the group, or from a payload: a list of its one ObjectRef.
+    def stage(self, plan: BucketPlan, version: int) -> list[str]:
+        """Receive a version from the group.
 
         Returns:
             Digest of each bucket, of the bytes as they arrived.
@@ -60,8 +53,6 @@ class WeightReceiver:
             GroupBroken: Not in a group, or the group failed.
             PublishError: The tensors are not those of this model.
         """
-        if payload is not None:
-            return self.stage_payload(plan, version, self._fetched(payload, version))
         self.discard()
         self._accept(plan)
         group = self._group
@@ -129,24 +120,13 @@ class WeightReceiver:
             raise PublishError(f"weights do not fit this model: {mismatch}")
         self._accepted_plan = plan.digest
 
-    def _fetched(self, payload: Sequence[Any], version: int) -> NDArray[np.uint8]:
-        try:
-            return np.asarray(ray.get(payload[0], timeout=self._timeout_s))
-        except GetTimeoutError as error:
-            limit_s = self._timeout_s
-            raise DeadlineExceeded(
-                f"snapshot of version {version}: not here after {limit_s:g} s; the learner owes it"
-            ) from error
-
     def _staging(self, plan: BucketPlan, collective_device: Any = None) -> "Tensor":
         if self._buffer is None or self._buffer.numel() != plan.total_bytes:
             self._buffer = collective.flat_buffer(plan.total_bytes, collective_device)
         return self._buffer
 
 
-def _receive_buckets(
-    plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor"
-) -> list[str]:
+def _receive_buckets(plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor") -> list[str]:
     """One bucket is hashed while the next is on the wire."""
     slices = [buffer[slice(*plan.bounds(bucket))] for bucket in range(plan.num_buckets)]
     digests: list[str] = []
