@@ -67,7 +67,7 @@ learner/trained_groups | groups | sum | Groups that entered an update.
 learner/trained_episodes | episodes | sum | Episodes that entered an update.
 learner/zero_advantage_episodes | episodes | sum | Episodes left out as their advantage is zero.
 learner/updates | updates | sum | Optimizer updates taken.
-learner/skipped_updates | updates | sum | Minibatches without an update: nothing to train on, or NaN.
+learner/skipped_updates | updates | sum | Minibatches without an update: nothing to train on, NaN.
 learner/skipped_steps | steps | sum | 1 when the step took no update at all.
 learner/microbatches | | sum | Forward and backward passes.
 learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over the seconds of train_step.
