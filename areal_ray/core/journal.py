@@ -10,12 +10,20 @@ import json
 import os
 import zlib
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from areal_ray.core.queue import JournalPlace
-
 _SEGMENT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class JournalPlace:
+    """Where a committed group's bytes lie in the run's journal."""
+
+    segment: str
+    offset: int
+    num_bytes: int
 
 
 class LedgerJournal:

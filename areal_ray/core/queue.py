@@ -6,21 +6,14 @@ take: waits for `groups_per_step` tickets it may consume; unblocked by put(), fo
 """
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from areal_ray.core.journal import JournalPlace
 from areal_ray.core.versions import UNLIMITED, AdmissionConfig, must_wait_for, oldest_allowed
 
 RefT = TypeVar("RefT")
-
-
-@dataclass(frozen=True, slots=True)
-class JournalPlace:
-    """Where a committed group's bytes lie in the run's journal."""
-
-    segment: str
-    offset: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +25,14 @@ class Ticket(Generic[RefT]):
     ref: RefT
     oldest_version: int
     newest_version: int
-    rewards: tuple[float, ...]
-    prefix_tokens: int
-    """Tokens that all siblings begin with."""
-    sample_tokens: tuple[int, ...]
-    """Tokens of each sibling, shared ones included."""
-    sampled_tokens: int
+    num_tokens: int
+    """All tokens of all siblings: what the group costs the learner."""
+    metrics: tuple[tuple[str, float, float], ...] = ()
+    """(name, value, weight) that the group adds to the row of the step that trains on it."""
     place: JournalPlace | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+    """Where its bytes lie in the journal."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    """Monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +105,7 @@ class TrajectoryQueue(Generic[RefT]):
                 order = sorted(self._tickets, key=lambda ticket: ticket.oldest_version)
                 taken, left = order[:count], order[count:]
                 if len(taken) == count and not self._waits(taken, left, version):
-                    self._tickets = [t for t in self._tickets if t not in taken]
+                    self._tickets = left
                     return Take(taken, [])
                 await self._changed.wait()
 

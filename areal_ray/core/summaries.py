@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from areal_ray.core.journal import JournalPlace
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -57,6 +59,10 @@ class ScoreSummary:
     """Why episodes could not be scored."""
     truncated: int = 0
     """Scored episodes that a limit cut short."""
+    metrics: tuple[tuple[str, float, float], ...] = ()
+    """(name, value, weight) that the group adds to the row of the step that trains on it."""
+    place: JournalPlace | None = None
+    """Where the scored payload lies in the run's journal, if it was written there."""
     payload_bytes: int = 0
     seconds: float = 0.0
     """Wall time of scoring the group."""
@@ -65,8 +71,3 @@ class ScoreSummary:
     def scored_rewards(self) -> tuple[float, ...]:
         """The rewards that mean something."""
         return tuple(reward for reward in self.rewards if reward is not None)
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether at least two siblings have a reward: less has no baseline."""
-        return len(self.scored_rewards) >= 2

@@ -13,6 +13,10 @@ class GroupBroken(PublishError):
     """A collective group failed through no fault of the member that reports it."""
 
 
+class NoReplicaLeft(PublishError):
+    """Every replica is down or set aside just now; a publish may succeed once one is back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Membership:
     """One collective group: a fresh name for every set of members, rank 0 is the learner."""

@@ -1,0 +1,67 @@
+"""What one scored group adds to the metrics of the step that trains on it.
+
+Values travel as (name, value, weight); names are declared in `areal_ray.telemetry.names`.
+"""
+
+import numpy as np
+
+from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
+
+MetricValue = tuple[str, float, float]
+
+
+def group_metrics(group: Group) -> tuple[MetricValue, ...]:
+    """Rewards, outcomes, lengths and times of a scored group. Means weigh by episodes."""
+    episodes: dict[str, list[Trajectory]] = {}
+    for trajectory in group.trajectories:
+        episodes.setdefault(trajectory.episode_id, []).append(trajectory)
+    if not episodes:
+        return ()
+    count = len(episodes)
+    firsts = [branches[-1] for branches in episodes.values()]
+    wall = [sum(t.seconds.values()) for t in firsts]
+    truncated = _share(firsts, StopReason.LENGTH)
+    values: list[MetricValue] = [
+        *_rewards([t.reward for t in firsts if t.reward is not None]),
+        ("reward/unscored_episodes", sum(t.reward is None for t in firsts), 1.0),
+        ("agent/ok_episodes", sum(t.outcome is Outcome.OK for t in firsts), 1.0),
+        ("agent/truncated_episodes", sum(t.outcome is Outcome.TRUNCATED for t in firsts), 1.0),
+        ("agent/truncated_fraction", truncated, count),
+        ("agent/aborted_fraction", _share(firsts, StopReason.ABORT), count),
+        ("agent/stopped_fraction", _share(firsts, StopReason.STOP), count),
+        ("agent/branch_episodes", len(group.trajectories) - count, 1.0),
+        ("agent/turns", sum(map(_num_turns, group.trajectories)) / count, count),
+        ("agent/episode_tokens", group.num_tokens / count, count),
+        (
+            "agent/sampled_tokens",
+            sum(t.num_sampled_tokens for t in group.trajectories) / count,
+            count,
+        ),
+        ("agent/episode_s", sum(wall) / count, count),
+        ("agent/slowest_episode_s", max(wall), 1.0),
+    ]
+    for place in ("model", "tool", "reward"):
+        seconds = sum(t.seconds.get(place, 0.0) for t in firsts)
+        values.append((f"time/agent_{place}_s", seconds / count, count))
+    return tuple((name, float(value), float(weight)) for name, value, weight in values)
+
+
+def _rewards(rewards: list[float]) -> list[MetricValue]:
+    if not rewards:
+        return []
+    return [
+        ("reward/mean", float(np.mean(rewards)), len(rewards)),
+        ("reward/group_std", float(np.std(rewards)), 1.0),
+        ("reward/min", min(rewards), 1.0),
+        ("reward/max", max(rewards), 1.0),
+        ("reward/equal_groups", float(min(rewards) == max(rewards)), 1.0),
+        ("reward/scored_episodes", len(rewards), 1.0),
+    ]
+
+
+def _share(trajectories: list[Trajectory], reason: StopReason) -> float:
+    return sum(t.stop_reason is reason for t in trajectories) / len(trajectories)
+
+
+def _num_turns(trajectory: Trajectory) -> int:
+    return len(np.unique(trajectory.turn_ids[trajectory.turn_ids >= 0]))

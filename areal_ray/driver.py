@@ -1,0 +1,204 @@
+"""READ ME FIRST: the loops of a run. Only tickets and summaries pass through here, no tensors.
+
+    produce   tasks -> gate -> one collect() per admitted task
+              waits for headroom; unblocked by a commit, a drop or a failure
+    collect   one task -> AgentActor (episodes) -> RewardActor (scores) -> ledger -> queue
+              waits for the two actors; bounded by their own time limits
+    learn     queue -> LearnerActors (one step) -> ParamSyncActor (publish) -> gate opens
+              waits for groups_per_step groups young enough; unblocked by collect()
+    evaluate  a committed version -> held-out tasks on a replica of its own, beside training
+              waits for versions pinned by learn()
+    watch     actors that died or came back -> one line each
+
+Every admitted group ends once (core/ledger.py): trained, dropped or failed. When an actor dies,
+collect() sees it as ActorLost: the group fails, its task goes back to the stream, its admission
+back to the gate; Ray restarts the actor, and a rollout catches up from the last committed weights
+before it samples. Nothing else has to be told. A loop that raises ends the run with that error.
+"""
+
+import asyncio
+import time
+
+from areal_ray.core.ledger import Lease
+from areal_ray.core.queue import Ticket
+from areal_ray.core.verdict import TOO_STALE, judge
+from areal_ray.core.versions import oldest_allowed
+from areal_ray.engines.sft import SftEvaluation, SftPhase
+from areal_ray.errors import ActorLost, DataError, DeadlineExceeded
+from areal_ray.run import Run, SftRun
+
+
+async def train(run: Run) -> None:
+    """Run the actor graph until its last step, or until stop is asked for."""
+    if run.evaluation is not None and run.step == 0 and run.evaluation.is_due(0, run.steps):
+        await run.evaluation.pin(0)
+    async with asyncio.TaskGroup() as loops:
+        producer = loops.create_task(produce(run), name="produce")
+        watcher = loops.create_task(watch(run), name="watch")
+        evaluator = loops.create_task(evaluate(run), name="evaluate")
+        await learn(run)
+        producer.cancel()  # groups still in flight are counted, not trained
+        if run.evaluation is not None and not run.stopping.is_set():
+            with run.waits.waiting("driver", "the last evaluation"):
+                await run.evaluation.finish()
+                await run.until_stopped(asyncio.shield(evaluator))
+        evaluator.cancel()
+        watcher.cancel()
+
+
+async def produce(run: Run) -> None:
+    """tasks -> gate -> one collect() per task."""
+    async with asyncio.TaskGroup() as collecting:
+        while True:
+            with run.waits.waiting("tasks", "headroom", metric="time/admission_wait_s"):
+                await run.gate.admit()
+            lease = run.reserve_next()
+            collecting.create_task(collect(run, lease), name=f"collect {lease.group_id}")
+
+
+async def collect(run: Run, lease: Lease) -> None:
+    """One task -> one scored group in the queue, or its admission handed back."""
+    run.ledger.lease(lease.group_id)
+    try:
+        made, payload = await run.agents.run_group(lease)
+        scored, payload = await run.rewards.score_group(lease, payload)
+    except ActorLost as lost:
+        await fail(run, lease, f"actor lost: {lost}")
+        return
+    run.records.collected(made, scored)
+    verdict = judge(made, scored, run.admission)
+    if verdict.is_failure:
+        await fail(run, lease, verdict.reason)
+    elif verdict.is_drop:
+        run.ledger.drop(lease.group_id, verdict.reason)
+        run.records.filtered()
+        await run.queue.forget(lease.group_id)
+        await run.gate.fail()
+        run.guard.refilled(verdict.reason)
+    else:
+        await run.queue.put(run.commit(lease, made, scored, payload))
+        await run.gate.finish()
+        run.guard.succeeded()
+
+
+async def fail(run: Run, lease: Lease, reason: str) -> None:
+    """End a group without a usable result; its task is tried again unless it used its attempts up.
+
+    Raises:
+        TooManyFailures: Failing has become the rule.
+    """
+    run.ledger.fail(lease.group_id, reason)
+    run.records.failed(lease, reason)
+    if lease.attempt + 1 < run.admission.max_attempts:
+        run.tasks.retry(lease.task.id, lease.epoch, lease.attempt)
+    await run.queue.forget(lease.group_id)
+    await run.gate.fail()
+    run.guard.failed(reason)
+
+
+async def learn(run: Run) -> None:
+    """queue -> learner -> publish, one step after the other."""
+    while run.step < run.steps:
+        tickets = await take(run)
+        if tickets is None:
+            return
+        run.guard.step_began()
+        trained_at, oldest = run.version, oldest_allowed(run.version, run.admission)
+        with run.waits.waiting("rollouts", "the learner", metric="time/learner_train_s"):
+            stats = await run.bounded(
+                run.learners.train_step(tickets, version=trained_at, oldest_version=oldest),
+                f"step {run.step + 1} of the learner",
+            )
+        run.trained(tickets, run.step + 1)
+        with run.waits.waiting("learner", "the publish", metric="time/learner_publish_s"):
+            report = await run.sync.publish(trained_at + 1)
+        run.committed(report.version)
+        await run.gate.open_to(report.version)
+        run.records.trained(run.step, trained_at, tickets, stats, report, len(run.queue))
+        run.dump_episodes(tickets)
+        if run.evaluation is not None and run.evaluation.is_due(run.step, run.steps):
+            await run.evaluation.pin(run.step)
+        with run.waits.waiting("learner", "a checkpoint", metric="time/learner_checkpoint_s"):
+            await run.checkpoints.save_if_due(run)
+
+
+async def take(run: Run) -> list[Ticket] | None:
+    """The groups of one step, or None when stop was asked for. Groups too old for it are dropped
+    and their admissions handed back, so that others take their place."""
+    deadline = time.monotonic() + run.deadlines.groups_s
+    while time.monotonic() < deadline:
+        with run.waits.waiting("learner", run.describe_wait, metric="time/learner_wait_s"):
+            taken = await run.until_stopped(run.queue.take(run.version), deadline)
+        if run.stopping.is_set():
+            return None
+        if taken is None:
+            break
+        for ticket in taken.dropped:
+            run.drop(ticket, TOO_STALE)
+        await run.gate.release(len(taken.dropped))
+        if taken.tickets:
+            return taken.tickets
+    raise DeadlineExceeded(
+        f"step {run.step + 1}: the learner waited {run.deadlines.groups_s:g} s for "
+        f"{run.describe_wait()}. Raise deadlines.groups_s if that is normal"
+    )
+
+
+async def evaluate(run: Run) -> None:
+    """Pinned versions -> held-out scores, without holding up the other loops."""
+    if run.evaluation is None:
+        return
+    async for pinned in run.evaluation.pinned():
+        try:
+            run.records.evaluated(await run.evaluation.score(pinned))
+        except ActorLost as lost:  # training goes on; the missing point is told
+            run.records.event(f"evaluation of version {pinned.committed.version} is lost: {lost}")
+
+
+async def watch(run: Run) -> None:
+    """Tell what each role waits for, and which actors died or came back."""
+    while True:
+        look = await run.supervisor.look()
+        for event in look.events:
+            run.records.actor_event(event)
+        run.records.fleet(look.reading)
+        run.records.status(run.counts())
+        await asyncio.sleep(run.watch_every_s)
+
+
+async def fit(run: SftRun) -> None:
+    """kind: sft. Phases of supervised steps on the learner actors; no rollouts, no versions."""
+    for index, phase in enumerate(run.phases):
+        begins_at, seen = run.steps_before(index), None
+        while not phase.is_finished(run.step - begins_at, seen):
+            if run.stopping.is_set():
+                return
+            taken = run.step - begins_at
+            stats = await run.bounded(
+                run.learners.sft_step(index, taken), f"step {run.step + 1} of the learner"
+            )
+            run.step += 1
+            run.records.fitted(run.step, stats)
+            if phase.is_look_due(taken + 1):
+                seen = await run.learners.sft_evaluate(index)
+                run.records.looked(run.step, seen, phase)
+            await run.checkpoints.save_if_due(run)
+        run.end_phase(index)
+        check_reached(index, phase, seen)
+
+
+def check_reached(index: int, phase: SftPhase, seen: SftEvaluation | None) -> None:
+    """Refuse to go on from a phase that did not teach what the next one builds on.
+
+    Raises:
+        DataError: The phase used up max_steps without meeting `until`.
+    """
+    if phase.until is None or seen is None:
+        return
+    reached = seen.match_of(phase.until.span)
+    if reached < phase.until.exact_match:
+        raise DataError(
+            f"sft.phases.{index}: exact match on held-out examples is {reached:.2f} after "
+            f"max_steps = {phase.max_steps}; until.exact_match = {phase.until.exact_match:g} is "
+            "what the next phase needs. Raise max_steps, or change the data or learning rate"
+        )

@@ -1,0 +1,264 @@
+"""Records: turns what the loops report into metric rows, progress lines and the run's summary."""
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_ray.core.ledger import Lease, Ledger
+from areal_ray.core.queue import Ticket
+from areal_ray.core.summaries import GroupSummary, ScoreSummary
+from areal_ray.core.versions import UNLIMITED, AdmissionConfig
+from areal_ray.engines.protocols import StepStats
+from areal_ray.engines.sft import SftEvaluation, SftPhase
+from areal_ray.runtime.evaluation import EvaluationResult
+from areal_ray.runtime.param_sync_actor import PublishReport
+from areal_ray.runtime.supervisor import FleetReading
+from areal_ray.telemetry.metrics import MetricWindow
+from areal_ray.telemetry.names import METRICS
+from areal_ray.telemetry.progress import Progress
+from areal_ray.telemetry.sinks import MetricLog
+from areal_ray.telemetry.summary import LedgerSummary
+from areal_ray.telemetry.views import EvalView, StatusView, StepView
+from areal_ray.telemetry.waits import WaitBoard
+
+_INLINED_BYTES = 100 * 1024
+"""Ray carries smaller objects inside the messages that pass through their owner, the driver."""
+
+
+class Records:
+    """What one run has to tell."""
+
+    def __init__(
+        self,
+        *,
+        log: MetricLog,
+        progress: Progress,
+        waits: WaitBoard,
+        admission: AdmissionConfig | None,
+        ledger: Ledger | None,
+        write_event: Callable[[str], None],
+    ) -> None:
+        self._log = log
+        self._progress = progress
+        self._waits = waits
+        self._admission = admission
+        self._ledger = ledger
+        self._write_event = write_event
+        self._window = MetricWindow(METRICS)
+        self._cpu_s = time.process_time()
+        self._row_at = time.monotonic()
+        self._reading: FleetReading | None = None
+        self.staleness: Counter[int] = Counter()
+        """Trained groups by learner version - oldest behaviour version."""
+        self.replaced: list[str] = []
+        """Actors that died, a line each."""
+
+    # What the loops report
+
+    def collected(self, made: GroupSummary, scored: ScoreSummary) -> None:
+        """A group was rolled out and scored, whatever becomes of it."""
+        for name, value, weight in scored.metrics:
+            if not name.startswith("reward/"):
+                self._window.add(name, value, weight=weight)
+        self._window.add("time/reward_busy_s", scored.seconds)
+        # Each payload passes once as an answer and once as an argument, twice in all.
+        carried = [made.payload_bytes, scored.payload_bytes]
+        inlined = sum(2 * size for size in carried if size < _INLINED_BYTES)
+        self._window.add("driver/bytes", inlined + made.summary_bytes + scored.summary_bytes)
+
+    def failed(self, lease: Lease, reason: str) -> None:
+        """A group gave no usable result."""
+        self._window.add("admission/retried_groups", 1)
+        self._write_event(f"group {lease.group_id} failed: {reason}")
+
+    def filtered(self) -> None:
+        """A group was dropped since it teaches nothing."""
+        self._window.add("admission/filtered_groups", 1)
+
+    def dropped(self, ticket: Ticket[Any]) -> None:
+        """A group was too old when the learner came to it."""
+        self._window.add("queue/dropped_groups", 1)
+
+    def event(self, text: str) -> None:
+        """Something a user should read."""
+        self._write_event(text)
+        self._progress.on_event(text)
+
+    def actor_event(self, text: str) -> None:
+        """An actor died or came back."""
+        self.replaced.append(text)
+        self.event(text)
+
+    def status(self, counts: Mapping[str, int]) -> None:
+        """What goes on now."""
+        self._progress.on_status(StatusView(waits=self._waits.by_role(), counts=counts))
+
+    def fleet(self, reading: FleetReading | None) -> None:
+        """How the rollout fleet stands; the row of the step takes the difference."""
+        if reading is None:
+            return
+        if self._reading is not None:
+            for name, value in reading.since(self._reading).items():
+                self._window.add(name, value)
+        self._reading = reading
+
+    def trained(
+        self,
+        step: int,
+        consumed_at: int,
+        tickets: Sequence[Ticket[Any]],
+        stats: StepStats,
+        report: PublishReport,
+        queued: int,
+    ) -> None:
+        """A step is done: write its row. `consumed_at` is the learner's version when it began."""
+        now = time.monotonic()
+        for ticket in tickets:
+            staleness = consumed_at - ticket.oldest_version
+            self.staleness[staleness] += 1
+            self._window.add("staleness/mean_versions", staleness)
+            self._window.add("staleness/max_versions", staleness)
+            self._window.add("queue/wait_s", now - ticket.arrived_s)
+            for name, value, weight in ticket.metrics:
+                if name.startswith("reward/"):
+                    self._window.add(name, value, weight=weight)
+        self._add_stats(stats)
+        self._add_publish(report)
+        self._window.add("queue/depth_groups", queued)
+        self._add_ledger()
+        row = self._close_row(step, report.version, now)
+        bound = self._bound()
+        self._progress.on_step(
+            StepView(
+                step=step,
+                version=report.version,
+                step_s=row["time/step_s"],
+                reward=row.get("reward/mean"),
+                loss=row.get("learner/loss"),
+                staleness_mean=row.get("staleness/mean_versions"),
+                staleness_max=int(row.get("staleness/max_versions", 0)),
+                staleness_bound=bound,
+                tokens_per_s=row.get("rollout/tokens_per_s"),
+                queue_groups=queued,
+                wait_s=row.get("time/learner_wait_s", 0.0),
+                skipped=stats.num_updates == 0,
+            )
+        )
+
+    def fitted(self, step: int, stats: StepStats) -> None:
+        """A supervised step is done."""
+        self._add_stats(stats)
+        row = self._close_row(step, 0, time.monotonic())
+        self._progress.on_step(
+            StepView(step=step, version=0, step_s=row["time/step_s"], loss=row.get("learner/loss"))
+        )
+
+    def looked(self, step: int, seen: SftEvaluation, phase: SftPhase) -> None:
+        """Held-out examples were looked at to decide whether a supervised phase goes on."""
+        assert phase.until is not None
+        reached, needed = seen.match_of(phase.until.span), phase.until.exact_match
+        self.event(f"step {step}: exact match {reached:.2f} held out, {needed:g} wanted")
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """An evaluation is done."""
+        step = result.step
+        values = {
+            "eval/accuracy_fraction": result.accuracy,
+            "eval/reward_mean": result.reward_mean,
+            "eval/episodes": float(result.episodes),
+            "eval/failed_episodes": float(result.failed_episodes),
+            "eval/sampled_tokens": float(result.sampled_tokens),
+            "eval/wall_s": result.wall_s,
+        }
+        self._log.log(step, result.version, values, kind="eval")
+        self._progress.on_eval(
+            EvalView(
+                step=step,
+                version=result.version,
+                accuracy=result.accuracy,
+                episodes=result.episodes,
+                wall_s=result.wall_s,
+            )
+        )
+
+    # Rows
+
+    def _add_stats(self, stats: StepStats) -> None:
+        for name, value in stats.metrics.items():
+            self._window.add(name, value)
+
+    def _add_publish(self, report: PublishReport) -> None:
+        self._window.add("publish/count_publishes", 1)
+        self._window.add("publish/failed_publishes", len(report.quarantined))
+        self._window.add("publish/wall_s", report.seconds)
+        self._window.add("publish/stage_s", report.stage_s)
+        self._window.add("publish/engine_idle_s", report.engine_idle_s)
+        self._window.add("publish/bytes", report.bytes)
+
+    def _add_ledger(self) -> None:
+        if self._ledger is None:
+            return
+        for name, count in self._ledger.counts().items():
+            self._window.add(f"ledger/{name}_groups", count)
+        bound = self._bound()
+        if bound is not None:
+            self._window.add("staleness/bound_versions", bound)
+
+    def _close_row(self, step: int, version: int, now: float) -> dict[str, float]:
+        window = self._window
+        seconds = now - self._row_at
+        self._row_at = now
+        window.add("time/step_s", seconds)
+        for name, value in self._waits.take_seconds().items():
+            window.add(name, value)
+        cpu_s = time.process_time()
+        window.add("driver/cpu_s", cpu_s - self._cpu_s)
+        self._cpu_s = cpu_s
+        window.add("driver/memory_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        row = window.take()
+        episodes = row.get("agent/episodes", 0.0)
+        if episodes:
+            row["driver/trajectory_cpu_s"] = row["driver/cpu_s"] / episodes
+            row["driver/trajectory_bytes"] = row.get("driver/bytes", 0.0) / episodes
+        if seconds > 0 and "rollout/sampled_tokens" in row:
+            row["rollout/tokens_per_s"] = row["rollout/sampled_tokens"] / seconds
+        self._log.log(step, version, row)
+        return row
+
+    def _bound(self) -> int | None:
+        bound = self._admission.max_head_offpolicyness if self._admission else UNLIMITED
+        return None if bound == UNLIMITED else int(bound)
+
+    # The end
+
+    def ledger_summary(self) -> LedgerSummary:
+        """How groups ended."""
+        if self._ledger is None:
+            return LedgerSummary()
+        reasons = self._ledger.dropped + self._ledger.failed
+        return LedgerSummary(**self._ledger.counts(), reasons=dict(reasons.most_common(20)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        return {"staleness": {str(k): n for k, n in self.staleness.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.staleness = Counter({int(k): n for k, n in state["staleness"].items()})
+
+    def close(self) -> None:
+        """Make sure that rows stay."""
+        self._log.close()
+
+
+def event_writer(folder: Path) -> Callable[[str], None]:
+    """Appends events to events.log in the run folder, with the time of day."""
+    file = (folder / "events.log").open("a", encoding="utf-8", buffering=1)
+
+    def write(text: str) -> None:
+        file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {text}\n")
+
+    return write

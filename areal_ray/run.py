@@ -1,0 +1,229 @@
+"""Run: what the driver's loops share. Counters and references; the services are elsewhere."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from areal_ray.agents.task_stream import TaskStream
+from areal_ray.core.gate import AdmissionGate
+from areal_ray.core.journal import SegmentKeeper
+from areal_ray.core.ledger import Lease, Ledger
+from areal_ray.core.queue import JournalPlace, Ticket, TrajectoryQueue
+from areal_ray.core.summaries import GroupSummary, ScoreSummary
+from areal_ray.core.verdict import FailureGuard
+from areal_ray.core.versions import AdmissionConfig
+from areal_ray.engines.sft import SftPhase
+from areal_ray.errors import DeadlineExceeded
+from areal_ray.records import Records
+from areal_ray.runtime.evaluation import EvaluationService
+from areal_ray.runtime.run_config import DeadlinesConfig
+from areal_ray.runtime.saving import CheckpointService
+from areal_ray.runtime.services import (
+    AgentService,
+    LearnerService,
+    RewardService,
+    SyncService,
+    Tracker,
+)
+from areal_ray.runtime.supervisor import Supervisor
+from areal_ray.telemetry.sinks import TelemetryConfig
+from areal_ray.telemetry.waits import WaitBoard
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class LearnerRun:
+    """What every kind of run has: how far it is, how long it may wait, and whether to stop."""
+
+    steps: int
+    """The last step's number."""
+    deadlines: DeadlinesConfig
+    learners: LearnerService
+    checkpoints: CheckpointService
+    records: Records
+    waits: WaitBoard
+    step: int = 0
+    """Steps done."""
+    version: int = 0
+    """Committed version."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    watch_every_s: float = 1.0
+
+    async def bounded(self, work: Awaitable[T], what: str) -> T:
+        """Await a learner's work; DeadlineExceeded names `what` where it takes too long."""
+        limit_s = self.deadlines.step_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what} took more than {limit_s:g} s. Raise deadlines.step_s if that is normal"
+            ) from None
+
+    async def until_stopped(self, work: Awaitable[T], deadline: float | None = None) -> T | None:
+        """Await `work`; None as soon as stop is asked for, or at `deadline` (monotonic clock)."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self.stopping.wait())
+        left_s = None if deadline is None else deadline - time.monotonic()
+        try:
+            await asyncio.wait({task, stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            stop.cancel()
+            task.cancel()
+
+
+@dataclass(kw_only=True)
+class SftRun(LearnerRun):
+    """A run of kind sft."""
+
+    phases: Sequence[SftPhase]
+    phase_ends: list[int] = field(default_factory=list)
+    """Step at which each finished phase ended."""
+
+    def steps_before(self, phase: int) -> int:
+        """Steps done when a phase began."""
+        return self.phase_ends[phase - 1] if phase else 0
+
+    def end_phase(self, phase: int) -> None:
+        """A phase took its last step."""
+        if len(self.phase_ends) == phase:
+            self.phase_ends.append(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        return {"step": self.step, "version": self.version, "phase_ends": self.phase_ends}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`, into a run that has not begun."""
+        self.phase_ends = list(state["phase_ends"])
+
+
+@dataclass(kw_only=True)
+class Run(LearnerRun):
+    """A run of kind rl."""
+
+    admission: AdmissionConfig
+    tasks: TaskStream
+    gate: AdmissionGate
+    queue: TrajectoryQueue[Any]
+    ledger: Ledger
+    guard: FailureGuard
+    segments: SegmentKeeper
+    agents: AgentService
+    rewards: RewardService
+    sync: SyncService
+    tracker: Tracker
+    supervisor: Supervisor
+    evaluation: EvaluationService | None
+    telemetry: TelemetryConfig
+
+    def reserve_next(self) -> Lease:
+        """Enter the next task into the ledger; its admission has been counted."""
+        draw = self.tasks.next()
+        lease = Lease(draw.epoch, draw.task, draw.attempt, self.version, time.monotonic())
+        self.ledger.reserve(lease)
+        self.queue.expect(lease.group_id, lease.admitted_version)
+        return lease
+
+    def commit(
+        self, lease: Lease, made: GroupSummary, scored: ScoreSummary, payload: Any
+    ) -> Ticket[Any]:
+        """Enter a scored group into the ledger and the journal, and make its ticket."""
+        ticket = Ticket(
+            group_id=lease.group_id,
+            task_id=lease.task.id,
+            ref=payload,
+            oldest_version=made.oldest_version,
+            newest_version=made.newest_version,
+            num_tokens=made.num_tokens,
+            metrics=scored.metrics,
+            place=scored.place,
+        )
+        self.ledger.commit(lease.group_id, _commit_record(made, scored))
+        if scored.place is not None:
+            self.segments.hold(scored.place)
+        return ticket
+
+    def trained(self, tickets: list[Ticket[Any]], step: int) -> None:
+        """End the groups that a step consumed."""
+        self.ledger.train([ticket.group_id for ticket in tickets], step)
+        for ticket in tickets:
+            self._let_go(ticket.place)
+
+    def committed(self, version: int) -> None:
+        """A step is done and its weights are in force."""
+        self.step += 1
+        self.version = version
+
+    def dump_episodes(self, tickets: Sequence[Ticket[Any]]) -> None:
+        """Have some episodes of the step written down for the report, without waiting for it."""
+        every, groups = self.telemetry.dump_every_steps, self.telemetry.dump_groups
+        if every and (self.step % every == 0 or self.step in (1, self.steps)):
+            self.agents.dump([ticket.ref for ticket in tickets[:groups]], self.step)
+
+    def counts(self) -> dict[str, int]:
+        """What is where, for the display."""
+        return {
+            "groups running": self.gate.num_running,
+            "groups queued": len(self.queue),
+            "headroom": self.gate.headroom,
+        }
+
+    def drop(self, ticket: Ticket[Any], reason: str) -> None:
+        """End a committed group that is not trained on."""
+        self.ledger.drop(ticket.group_id, reason)
+        self.records.dropped(ticket)
+        self._let_go(ticket.place)
+
+    def _let_go(self, place: JournalPlace | None) -> None:
+        if place is not None:
+            self.segments.let_go(place)
+
+    def describe_wait(self) -> str:
+        """What the next step still lacks, and who has owed it for the longest."""
+        needed = self.admission.groups_per_step
+        text = f"{max(0, needed - len(self.queue))} of {needed} groups"
+        oldest = self.tracker.oldest()
+        if oldest is not None:
+            group_id, where = oldest
+            text += f" (oldest: {group_id}, {where})"
+        elif not self.gate.num_running:
+            text += " (no group is running)"
+        return text
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from, as JSON values. Groups that have not ended are handed
+        out again, before any fresh task."""
+        tasks = self.tasks.state_dict()
+        unfinished = [[e.epoch, e.task.id, e.attempt] for e in self.ledger.open_leases()]
+        return {
+            "step": self.step,
+            "version": self.version,
+            "tasks": tasks,
+            "unfinished": unfinished,
+            "ledger": self.ledger.state_dict(),
+            "records": self.records.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`, into a run that has not begun."""
+        self.tasks.load_state_dict(state["tasks"])
+        for epoch, task_id, attempt in state["unfinished"]:
+            self.tasks.retry(task_id, epoch, attempt)
+        self.ledger.load_state_dict(state["ledger"])
+        self.records.load_state_dict(state["records"])
+
+
+def _commit_record(made: GroupSummary, scored: ScoreSummary) -> dict[str, Any]:
+    place = scored.place
+    return {
+        "oldest_version": made.oldest_version,
+        "newest_version": made.newest_version,
+        "tokens": made.num_tokens,
+        "rewards": list(scored.rewards),
+        "place": [place.segment, place.offset, place.num_bytes] if place else None,
+    }

@@ -1,0 +1,162 @@
+"""Evaluation: held-out tasks under one committed version, beside training.
+
+It has a rollout replica and an agent actor of its own, so that neither holds up the other; the
+replica serves a pinned version while the training fleet moves on.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from ray.actor import ActorHandle
+
+from areal_ray.core.seeds import derive_seed
+from areal_ray.core.summaries import GroupSummary, ScoreSummary
+from areal_ray.core.task import Task
+from areal_ray.errors import ActorLost
+from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.param_sync_actor import CommittedWeights
+from areal_ray.runtime.run_config import EvaluationConfig
+from areal_ray.runtime.services import SyncService
+
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A version that waits to be evaluated; holds its snapshot alive."""
+
+    step: int
+    """Steps done when it was pinned."""
+    committed: CommittedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Scores of one version."""
+
+    step: int
+    version: int
+    accuracy: float
+    """Share of the episodes asked for that got a reward of 1 or more."""
+    reward_mean: float | None
+    episodes: int
+    failed_episodes: int
+    """Without a reward, whatever the reason; they count as not solved."""
+    sampled_tokens: int
+    wall_s: float
+    pass_at_n: float
+    """Share of tasks with at least one solved episode."""
+
+
+class EvaluationService:
+    """Scores committed versions one after the other."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        tasks: Sequence[Task],
+        *,
+        replica: ActorHandle,
+        agents: Fleet,
+        rewards: Fleet,
+        sync: SyncService,
+        first_version: int,
+        seed: int,
+    ) -> None:
+        self._config = config
+        self._tasks = list(tasks)
+        self._replica = replica
+        self._agents = agents
+        self._rewards = rewards
+        self._sync = sync
+        self._served = first_version
+        self._seed = seed
+        self._waiting: asyncio.Queue[Pinned | None] = asyncio.Queue()
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether the version after `step` steps is evaluated."""
+        if step == 0:
+            return self._config.before
+        every = self._config.every_steps
+        return step == last_step or (every > 0 and step % every == 0)
+
+    async def pin(self, step: int) -> None:
+        """Queue the version that is committed now; its weights are kept until it was scored."""
+        await self._waiting.put(Pinned(step, await self._sync.committed()))
+
+    async def finish(self) -> None:
+        """No version will be pinned any more."""
+        await self._waiting.put(None)
+
+    async def pinned(self) -> AsyncIterator[Pinned]:
+        """Pinned versions in order, until finish()."""
+        while (pinned := await self._waiting.get()) is not None:
+            yield pinned
+
+    async def score(self, pinned: Pinned) -> EvaluationResult:
+        """Every held-out task, `n_samples` times, under the pinned version.
+
+        Raises:
+            ActorLost: The replica could not be brought to the version.
+        """
+        started = time.monotonic()
+        await self._serve(pinned.committed)
+        gate = asyncio.Semaphore(self._config.max_concurrent_tasks)
+        scores = await asyncio.gather(
+            *(self._attempt(task, pinned.committed.version, gate) for task in self._tasks)
+        )
+        rewards = [reward for score in scores for reward in score[1].rewards]
+        known = [reward for reward in rewards if reward is not None]
+        asked = len(self._tasks) * self._config.n_samples
+        solved = [sum(r is not None and r >= 1.0 for r in score[1].rewards) for score in scores]
+        return EvaluationResult(
+            step=pinned.step,
+            version=pinned.committed.version,
+            accuracy=sum(solved) / asked,
+            reward_mean=sum(known) / len(known) if known else None,
+            episodes=asked,
+            failed_episodes=asked - len(known),
+            sampled_tokens=sum(made.num_sampled_tokens for made, _ in scores),
+            wall_s=time.monotonic() - started,
+            pass_at_n=sum(count > 0 for count in solved) / len(self._tasks),
+        )
+
+    async def _serve(self, committed: CommittedWeights) -> None:
+        if committed.version == self._served:
+            return
+        assert committed.plan is not None, "a version above the first always has a snapshot"
+        name = "evaluation replica"
+        load = self._replica.weights_stage.remote(
+            committed.plan, committed.version, committed.payload
+        )
+        await call(name, load)
+        await call(name, self._replica.weights_swap.remote(committed.version))
+        self._served = committed.version
+
+    async def _attempt(
+        self, task: Task, version: int, gate: asyncio.Semaphore
+    ) -> tuple[GroupSummary, ScoreSummary]:
+        async with gate:
+            for attempt in range(_TRIES):
+                try:
+                    return await self._run(task, version, attempt)
+                except ActorLost:
+                    if attempt + 1 == _TRIES:
+                        raise
+        raise AssertionError("unreachable")
+
+    async def _run(
+        self, task: Task, version: int, attempt: int
+    ) -> tuple[GroupSummary, ScoreSummary]:
+        # The same seed for each version: the curve shows the weights, not the dice.
+        seed = derive_seed(self._seed, "evaluation", task.id)
+        group_id = f"eval/{version}/{task.id}/{attempt}"
+        made, payload = await self._agents.submit_payload(
+            self._agents.least_busy(), "run_group", task, group_id, self._config.n_samples, seed
+        )
+        scored, _ = await self._rewards.submit_payload(
+            self._rewards.least_busy(), "score_group", payload, task, False
+        )
+        return made, scored

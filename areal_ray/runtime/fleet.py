@@ -1,0 +1,158 @@
+"""Spawning actors, and calling them so that every failure names the actor and the cause."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal_ray.errors import ActorLost, ArealRayError, EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one actor sits and what it may use there."""
+
+    group: PlacementGroup
+    bundle: int
+    num_cpus: float
+    num_gpus: float = 0.0
+
+
+def spawn(
+    cls: type,
+    *args: Any,
+    name: str,
+    seat: Seat,
+    restarts: int = 0,
+    max_concurrency: int | None = None,
+    **kwargs: Any,
+) -> ActorHandle:
+    """Start one actor of the plain class `cls`.
+
+    Args:
+        name: Shown by Ray's own tools; unique in a run.
+        restarts: -1 = for ever. Only for classes whose state comes from the constructor alone,
+            since that is all a restart runs again.
+        max_concurrency: Calls at once; null = Ray's default for the class (1, or 1000 if async).
+    """
+    options: dict[str, Any] = {
+        "num_cpus": seat.num_cpus,
+        "num_gpus": seat.num_gpus,
+        "max_restarts": restarts,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=seat.group, placement_group_bundle_index=seat.bundle
+        ),
+    }
+    if max_concurrency is not None:
+        options["max_concurrency"] = max_concurrency
+    return ray.remote(cls).options(**options).remote(*args, **kwargs)
+
+
+async def call(name: str, result: Awaitable[Any]) -> Any:
+    """Await an actor's answer.
+
+    Raises:
+        ActorLost: The actor died or cannot be reached.
+        ArealRayError: What the actor raised, if it is one of ours, with the actor's name.
+        EngineError: Anything else the actor raised.
+    """
+    try:
+        return await result
+    except RayTaskError as error:
+        raise explained(name, error) from error
+    except (RayActorError, ActorUnavailableError, WorkerCrashedError) as error:
+        raise ActorLost(f"{name} died: {reason_of_death(error)}") from error
+    except RayError as error:
+        raise ActorLost(f"{name}: {first_line(error)}") from error
+
+
+def explained(name: str, error: RayTaskError) -> ArealRayError:
+    """The actor's own exception, named after the actor it came from."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RayTaskError):  # raised by an actor that this actor called
+        return explained(name, cause)
+    if isinstance(cause, ArealRayError):
+        return type(cause)(f"{name}: {cause}")
+    if isinstance(cause, RayError):
+        return ActorLost(f"{name}: {first_line(cause)}")
+    return EngineError(f"{name}: {type(cause).__name__}: {cause}")
+
+
+def reason_of_death(error: BaseException) -> str:
+    """One line out of Ray's account of a death."""
+    text = str(error)
+    if "OutOfMemory" in text or "memory monitor" in text:
+        return "out of memory"
+    for marker in ("exit type:", "Worker exit type:", "Worker exit detail:", "error_message"):
+        if marker in text:
+            detail = text.split(marker, 1)[1].strip().splitlines()[0]
+            return f"{marker.rstrip(':').lower()} {detail}"[:200]
+    if isinstance(error, ActorDiedError):
+        return first_line(error)
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line with text in it, at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+class Fleet:
+    """All actors of one role; calls go to the least busy one."""
+
+    def __init__(self, role: str, handles: Mapping[str, ActorHandle]) -> None:
+        self.role = role
+        self.handles = dict(handles)
+        self._calls = dict.fromkeys(self.handles, 0)
+
+    def names(self) -> list[str]:
+        """Names of the members."""
+        return list(self.handles)
+
+    def least_busy(self) -> str:
+        """Name of the member with the fewest calls of ours under way."""
+        return min(self._calls, key=self._calls.__getitem__)
+
+    async def submit(self, member: str, method: str, *args: Any) -> Any:
+        """Call one member and await its answer."""
+        self._calls[member] += 1
+        try:
+            remote = getattr(self.handles[member], method)
+            return await call(member, remote.remote(*args))
+        finally:
+            self._calls[member] -= 1
+
+    async def submit_payload(self, member: str, method: str, *args: Any) -> tuple[Any, Any]:
+        """Call a method that returns (summary, payload); the payload stays a reference."""
+        self._calls[member] += 1
+        try:
+            remote = getattr(self.handles[member], method).options(num_returns=2)
+            summary, payload = remote.remote(*args)
+            return await call(member, summary), payload
+        finally:
+            self._calls[member] -= 1
+
+    async def broadcast(self, method: str, *args: Any) -> list[Any]:
+        """Call every member and await all answers; the first failure is raised."""
+        return list(
+            await asyncio.gather(*(self.submit(name, method, *args) for name in self.handles))
+        )
+
+    def kill(self) -> None:
+        """End every member now, for good."""
+        for handle in self.handles.values():
+            ray.kill(handle, no_restart=True)

@@ -1,0 +1,207 @@
+"""LearnerActor: owns one rank of a train engine. A thin shell: Ray outside, the engine inside.
+
+Not restarted when it dies: its optimizer state would be gone. The run ends with its name and
+resumes from the last checkpoint.
+Waits for: the other ranks, in every step; bounded by learner.engine.collective_timeout_s.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.core.buckets import BucketPlan
+from areal_ray.core.journal import JournalPlace, read_group_bytes
+from areal_ray.core.trajectory import Group, decode_group
+from areal_ray.engines.process_group import RankGroup, Rendezvous
+from areal_ray.engines.protocols import StepStats
+from areal_ray.engines.sft import SftConfig, SftEvaluation
+from areal_ray.engines.torch_train import TorchTrainEngine
+from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.runtime.membership import Membership
+from areal_ray.runtime.sft_source import SftSource
+from areal_ray.runtime.weight_sender import WeightSender
+
+T = TypeVar("T")
+Share = Sequence[Sequence[tuple[Any, JournalPlace | None]]]
+"""[minibatch][group] -> reference to its payload, and where its bytes lie in the journal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSetup:
+    """What every rank of a learner is built from."""
+
+    model_path: str
+    config: LearnerConfig
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    temperature: float = 1.0
+    total_steps: int
+    num_ranks: int = 1
+    resume_from: str = ""
+    """Checkpoint folder; empty = start from `model_path` with a fresh optimizer."""
+    journal: str = ""
+    """Folder of the run's journal."""
+    sft: SftConfig | None = None
+    import_roots: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerHealth:
+    """One rank's account of itself."""
+
+    name: str
+    incarnation: str
+    steps_taken: int
+
+
+class LearnerActor:
+    """One rank of the training service."""
+
+    def __init__(self, name: str, rank: int, setup: LearnerSetup) -> None:
+        self._name = name
+        self._rank = rank
+        self._setup = setup
+        self._incarnation = uuid4().hex[:12]
+        self._meeting: Rendezvous | None = None
+        self._engine: TorchTrainEngine | None = None
+        self._sft: SftSource | None = None
+        self._sender: WeightSender | None = None
+        # All work of the engine on one thread: collectives must keep their order, and the actor
+        # answers health() meanwhile. Weights travel on another, beside the engine's work.
+        self._work = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._transfers = ThreadPoolExecutor(1, thread_name_prefix="weights")
+
+    async def open(self) -> str:
+        """Rank 0: where the other ranks will find it."""
+        self._meeting = Rendezvous.open(ray.util.get_node_ip_address(), self._setup.num_ranks)
+        return self._meeting.address
+
+    async def start(self, address: str) -> None:
+        """Load the engine and meet the other ranks."""
+        await self._on(self._work, self._start, address)
+
+    def _start(self, address: str) -> None:
+        setup = self._setup
+        ranks = RankGroup.join(
+            self._meeting or address,
+            self._rank,
+            setup.num_ranks,
+            device=setup.config.engine.device,
+            timeout_s=setup.config.engine.collective_timeout_s,
+        )
+        self._engine = TorchTrainEngine(
+            setup.resume_from or setup.model_path,
+            setup.config,
+            objective=setup.objective,
+            temperature=setup.temperature,
+            total_steps=setup.total_steps,
+            ranks=ranks,
+        )
+        if setup.resume_from:
+            self._engine.load(Path(setup.resume_from))
+        self._sender = WeightSender(self._engine.weights)
+        if setup.sft is not None:
+            self._sft = SftSource(
+                setup.sft,
+                setup.model_path,
+                roots=setup.import_roots,
+                seed=setup.seed,
+                rank=self._rank,
+                num_ranks=setup.num_ranks,
+            )
+
+    # Training
+
+    async def train_step(self, share: Share, version: int, oldest_version: int) -> StepStats:
+        """One RL step on this rank's share of the groups."""
+        return await self._on(self._work, self._train_step, share, version, oldest_version)
+
+    def _train_step(self, share: Share, version: int, oldest_version: int) -> StepStats:
+        minibatches = [[self._fetch(ref, place) for ref, place in part] for part in share]
+        return self._ready().train_step(minibatches, version, oldest_version)
+
+    def _fetch(self, ref: Any, place: JournalPlace | None) -> Group:
+        try:
+            return decode_group(ray.get(ref))
+        except RayError:
+            if place is None:
+                raise
+            # The node that held the bytes is gone; a committed group is in the journal too.
+            return decode_group(read_group_bytes(Path(self._setup.journal), place))
+
+    async def sft_step(self, phase: int, step: int) -> StepStats:
+        """One supervised step on this rank's slice of the batch."""
+        return await self._on(self._work, self._sft_step, phase, step)
+
+    def _sft_step(self, phase: int, step: int) -> StepStats:
+        assert self._sft is not None, "only a run of kind sft has phases"
+        return self._ready().sft_step(self._sft.batch(phase, step))
+
+    async def sft_evaluate(self, phase: int) -> SftEvaluation:
+        """Teacher-forced scores on the held-out examples of a phase."""
+        return await self._on(self._work, self._sft_evaluate, phase)
+
+    def _sft_evaluate(self, phase: int) -> SftEvaluation:
+        assert self._sft is not None, "only a run of kind sft has phases"
+        return self._ready().evaluate_sft(self._sft.held_out(phase))
+
+    # Checkpoints
+
+    async def save(self, folder: str) -> None:
+        """Model, optimizer and random state into an existing folder."""
+        await self._on(self._work, lambda: self._ready().save(Path(folder)))
+
+    async def export(self, folder: str) -> None:
+        """A Hugging Face checkpoint into an existing folder."""
+        await self._on(self._work, lambda: self._ready().export(Path(folder)))
+
+    # Weights: called by the ParamSyncActor, on rank 0 alone
+
+    async def weights_plan(self, bucket_bytes: int, dtype: str) -> BucketPlan:
+        """How the weights are laid out on the wire."""
+        return await self._on(self._transfers, self._sends().plan, bucket_bytes, dtype)
+
+    async def weights_join(self, membership: Membership, rank: int) -> str:
+        """Join a collective group, or open its meeting point; the address."""
+        return await self._on(self._transfers, self._sends().join, membership, rank)
+
+    async def weights_send(self, plan: BucketPlan, version: int) -> list[str]:
+        """Send the present weights as `version`; digests of the buckets."""
+        return await self._on(self._transfers, self._sends().send, plan, version)
+
+    async def weights_snapshot(self, plan: BucketPlan, version: int) -> NDArray[np.uint8]:
+        """The sealed bytes of a version sent before."""
+        return await self._on(self._transfers, self._sends().snapshot, plan, version)
+
+    # Looking in
+
+    async def health(self) -> LearnerHealth:
+        """Answers at once, also during a step."""
+        steps = self._engine.steps_taken if self._engine is not None else 0
+        return LearnerHealth(self._name, self._incarnation, steps)
+
+    async def close(self) -> None:
+        """Leave the other ranks."""
+        if self._engine is not None:
+            await self._on(self._work, self._engine.close)
+
+    def _ready(self) -> TorchTrainEngine:
+        assert self._engine is not None, "start() comes first"
+        return self._engine
+
+    def _sends(self) -> WeightSender:
+        assert self._sender is not None, "start() comes first"
+        return self._sender
+
+    async def _on(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)

@@ -1,0 +1,221 @@
+"""RolloutActor: owns one generation engine. A thin shell: Ray outside, the engine inside.
+
+Requests come in by submit(); finished turns leave by collect(), a long poll that carries all turns
+of a client that ended since, so that one message serves many streams. Its state comes from the
+constructor alone: a restarted actor loads the model it was given, then catches up with the last
+committed weights before it answers.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import ray
+
+from areal_ray.core.buckets import BucketPlan
+from areal_ray.engines.protocols import (
+    EngineHealth,
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+)
+from areal_ray.runtime.membership import Membership
+from areal_ray.runtime.rollout_config import RolloutConfig
+from areal_ray.runtime.weight_receiver import WeightReceiver
+
+T = TypeVar("T")
+
+_POLL_S = 20.0
+_FORGET_CLIENT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutHealth:
+    """One replica's account of itself."""
+
+    name: str
+    incarnation: str
+    engine: EngineHealth
+
+
+def build_engine(model_path: str, config: RolloutConfig, *, version: int) -> GenerationEngine:
+    """The engine that `rollout.engine.kind` names; each is imported only where it is used."""
+    from areal_ray.engines.torch_generation import TorchGenerationEngine
+
+    return TorchGenerationEngine(Path(model_path), config.engine, version=version)
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """Finished turns of one client, until it collects them."""
+
+    results: list[GenerationResult] = field(default_factory=list)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+    pending: int = 0
+    last_seen_s: float = field(default_factory=time.monotonic)
+
+
+class RolloutActor:
+    """One replica of the inference service."""
+
+    def __init__(
+        self,
+        name: str,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        version: int,
+        sync: Any = None,
+        pinned: bool = False,
+    ) -> None:
+        """Load the engine.
+
+        Args:
+            name: For messages.
+            model_path: Hugging Face checkpoint folder of `version`.
+            config: Engine, sampling and update policy.
+            version: Version of the weights at `model_path`.
+            sync: Handle of the ParamSyncActor; null for an engine that serves alone.
+            pinned: Serve `version` until told otherwise: no catching up by itself.
+        """
+        self._name = name
+        self._policy = config.on_weight_update
+        self._incarnation = uuid4().hex[:12]
+        self._engine = build_engine(model_path, config, version=version)
+        self._receiver = WeightReceiver(self._engine.weight_shapes())
+        self._clients: dict[str, str] = {}
+        self._outboxes: defaultdict[str, _Outbox] = defaultdict(_Outbox)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # One thread, so that the steps of one publish can never overtake each other.
+        self._transfers = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        if sync is not None and not pinned:
+            self._catch_up(sync)
+        self._engine.start(self._on_results)
+
+    def _catch_up(self, sync: Any) -> None:
+        committed = ray.get(sync.committed.remote())
+        if committed.payload and committed.version > self._engine.health().version:
+            self._receiver.stage(committed.plan, committed.version, committed.payload)
+            self._engine.swap(self._receiver.take(committed.version), committed.version, "keep")
+
+    # Sampling
+
+    async def submit(self, client: str, requests: Sequence[GenerationRequest]) -> None:
+        """Queue turns of `client`; it fetches them with collect()."""
+        self._loop = self._loop or asyncio.get_running_loop()
+        outbox = self._outboxes[client]
+        outbox.pending += len(requests)
+        outbox.last_seen_s = time.monotonic()
+        for request in requests:
+            self._clients[request.request_id] = client
+        self._engine.submit(requests)
+
+    async def collect(self, client: str, linger_s: float = 0.0) -> list[GenerationResult]:
+        """Turns of `client` that ended since the last call; waits for the first of them.
+
+        Args:
+            client: As given to submit().
+            linger_s: Once one turn has ended, wait this long for others to travel along.
+
+        Returns:
+            Finished turns; an empty list after some seconds without any, to be asked again.
+        """
+        outbox = self._outboxes[client]
+        outbox.last_seen_s = time.monotonic()
+        try:
+            async with asyncio.timeout(_POLL_S):
+                await outbox.filled.wait()
+        except TimeoutError:
+            return []
+        if linger_s > 0 and outbox.pending > len(outbox.results):
+            await asyncio.sleep(linger_s)
+        results, outbox.results = outbox.results, []
+        outbox.filled.clear()
+        outbox.pending -= len(results)
+        return results
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End turns now; they come back as aborted."""
+        self._engine.abort(request_ids)
+
+    def _on_results(self, results: list[GenerationResult]) -> None:
+        assert self._loop is not None, "results cannot precede the first submit()"
+        self._loop.call_soon_threadsafe(self._deliver, results)
+
+    def _deliver(self, results: list[GenerationResult]) -> None:
+        for result in results:
+            client = self._clients.pop(result.request_id, None)
+            if client is not None:
+                outbox = self._outboxes[client]
+                outbox.results.append(result)
+                outbox.filled.set()
+        self._forget_gone_clients()
+
+    def _forget_gone_clients(self) -> None:
+        # A client that died never collects: its turns must neither pile up nor use slots.
+        now = time.monotonic()
+        gone = [c for c, box in self._outboxes.items() if now - box.last_seen_s > _FORGET_CLIENT_S]
+        for client in gone:
+            del self._outboxes[client]
+            orphans = [r for r, owner in self._clients.items() if owner == client]
+            for request_id in orphans:
+                del self._clients[request_id]
+            self._engine.abort(orphans)
+
+    # Weights: called by the ParamSyncActor
+
+    async def incarnation(self) -> str:
+        """Differs after every restart: whoever held a group with this actor has to re-form it."""
+        return self._incarnation
+
+    async def weights_join(self, membership: Membership, rank: int) -> str:
+        """Join the collective group of the next publishes; the address of its meeting point."""
+        return await self._in_order(self._receiver.join, membership, rank)
+
+    async def weights_stage(
+        self, plan: BucketPlan, version: int, payload: Sequence[Any] | None = None
+    ) -> list[str]:
+        """Receive a version into staging memory beside the live weights; its digests.
+
+        Args:
+            plan: How the bytes are laid out.
+            version: What they become.
+            payload: The one reference to a snapshot, in a list so that Ray passes it on unread;
+                null = from the collective group.
+        """
+        return await self._in_order(self._receiver.stage, plan, version, payload)
+
+    async def weights_swap(self, version: int) -> float:
+        """Make the staged version the live one; seconds the engine stood still."""
+        return await self._in_order(self._swap, version)
+
+    async def weights_discard(self) -> None:
+        """Forget what is staged."""
+        await self._in_order(self._receiver.discard)
+
+    def _swap(self, version: int) -> float:
+        return self._engine.swap(self._receiver.take(version), version, self._policy)
+
+    async def _in_order(self, function: Callable[..., T], *args: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._transfers, function, *args)
+
+    # Looking in
+
+    async def health(self) -> RolloutHealth:
+        """The engine's account of itself."""
+        return RolloutHealth(self._name, self._incarnation, self._engine.health())
+
+    async def version(self) -> int:
+        """Version that the next token will carry."""
+        return self._engine.health().version
+
+    async def close(self) -> None:
+        """End the engine's loop."""
+        self._engine.close()

@@ -1,0 +1,200 @@
+"""The four services as the driver sees them: fleets of actors behind a few awaited methods."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from areal_ray.algorithms.packing import GroupSize, plan_step
+from areal_ray.core.ledger import Lease
+from areal_ray.core.queue import Ticket
+from areal_ray.core.seeds import derive_seed
+from areal_ray.core.summaries import GroupSummary, ScoreSummary
+from areal_ray.engines.protocols import StepStats
+from areal_ray.engines.sft import SftEvaluation
+from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.membership import NoReplicaLeft
+from areal_ray.runtime.param_sync_actor import CommittedWeights, PublishReport
+
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a group in flight is."""
+
+    place: str
+    """Actor name."""
+    doing: str
+    since_s: float
+
+    def __str__(self) -> str:
+        return f"{self.place}, {time.monotonic() - self.since_s:.0f} s, in {self.doing}"
+
+
+class Tracker:
+    """Knows where each group in flight is, so that a wait can name who owes it what."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, Whereabouts] = {}
+
+    def enter(self, group_id: str, place: str, doing: str) -> None:
+        """The group is at `place` from now on."""
+        self._at[group_id] = Whereabouts(place, doing, time.monotonic())
+
+    def leave(self, group_id: str) -> None:
+        """The group is nowhere any more."""
+        self._at.pop(group_id, None)
+
+    def oldest(self) -> tuple[str, Whereabouts] | None:
+        """The group that has been at its place for the longest."""
+        return min(self._at.items(), key=lambda item: item[1].since_s, default=None)
+
+
+class AgentService:
+    """Agent actors: run the episodes of a group."""
+
+    def __init__(self, fleet: Fleet, tracker: Tracker, *, n_samples: int, seed: int) -> None:
+        self.fleet = fleet
+        self._tracker = tracker
+        self._n_samples = n_samples
+        self._seed = seed
+
+    async def run_group(self, lease: Lease) -> tuple[GroupSummary, ObjectRef]:
+        """All sibling episodes of one task; the payload stays where it was made.
+
+        Raises:
+            ActorLost: The agent actor, or a rollout it could not do without, died.
+        """
+        member = self.fleet.least_busy()
+        self._tracker.enter(lease.group_id, member, "episodes")
+        seed = derive_seed(self._seed, lease.epoch, lease.task.id, lease.attempt)
+        try:
+            return await self.fleet.submit_payload(
+                member, "run_group", lease.task, lease.group_id, self._n_samples, seed
+            )
+        finally:
+            self._tracker.leave(lease.group_id)
+
+
+class RewardService:
+    """Reward actors: score a group's episodes and write the group to the journal."""
+
+    def __init__(self, fleet: Fleet, tracker: Tracker) -> None:
+        self.fleet = fleet
+        self._tracker = tracker
+
+    async def score_group(self, lease: Lease, payload: ObjectRef) -> tuple[ScoreSummary, ObjectRef]:
+        """The same group with rewards.
+
+        Raises:
+            ActorLost: The reward actor died, or the payload died with its node.
+        """
+        member = self.fleet.least_busy()
+        self._tracker.enter(lease.group_id, member, "reward")
+        try:
+            return await self.fleet.submit_payload(member, "score_group", payload, lease.task)
+        finally:
+            self._tracker.leave(lease.group_id)
+
+
+class LearnerService:
+    """Learner actors: the ranks of one train engine, always called together."""
+
+    def __init__(self, fleet: Fleet, *, num_minibatches: int, seed: int) -> None:
+        self.fleet = fleet
+        self._num_minibatches = num_minibatches
+        self._seed = seed
+
+    async def train_step(
+        self, tickets: Sequence[Ticket[ObjectRef]], *, version: int, oldest_version: int
+    ) -> StepStats:
+        """One step on these groups; each rank fetches only its own share."""
+        sizes = [GroupSize(ticket.num_tokens) for ticket in tickets]
+        plan = plan_step(
+            sizes,
+            num_minibatches=self._num_minibatches,
+            num_ranks=len(self.fleet.handles),
+            seed=derive_seed(self._seed, "step", version),
+        )
+        calls = []
+        for rank, name in enumerate(self.fleet.names()):
+            # References inside a list stay references: the rank itself fetches the bytes.
+            share = [
+                [(tickets[i].ref, tickets[i].place) for i in indices]
+                for indices in plan.of_rank(rank)
+            ]
+            calls.append(self.fleet.submit(name, "train_step", share, version, oldest_version))
+        stats: list[StepStats] = await _all_or_first_error(calls)
+        return stats[0]
+
+    async def sft_step(self, phase: int, step: int) -> StepStats:
+        """One supervised step; each rank draws its own slice of the batch."""
+        return (await self._all("sft_step", phase, step))[0]
+
+    async def sft_evaluate(self, phase: int) -> SftEvaluation:
+        """Teacher-forced scores on the held-out examples of a phase."""
+        return (await self._all("sft_evaluate", phase))[0]
+
+    async def save(self, folder: str) -> None:
+        """Model, optimizer and random state into an existing folder."""
+        await self._all("save", folder)
+
+    async def export(self, folder: str) -> None:
+        """A Hugging Face checkpoint into an existing folder."""
+        await self._all("export", folder)
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return await _all_or_first_error(
+            [self.fleet.submit(name, method, *args) for name in self.fleet.names()]
+        )
+
+
+async def _all_or_first_error(calls: Sequence[Any]) -> list[Any]:
+    """Await ranks that work in step; the first that fails ends the wait for the others.
+
+    Without it the others would sit in a collective until its time-out, hiding the cause.
+    """
+    tasks = [asyncio.ensure_future(one) for one in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class SyncService:
+    """The weight-update service."""
+
+    def __init__(
+        self, handle: ActorHandle, *, patience_s: float, tell: Callable[[str], None]
+    ) -> None:
+        """`patience_s`: how long a publish waits for a replica to come back if none is left."""
+        self.handle = handle
+        self._patience_s = patience_s
+        self._tell = tell
+
+    async def publish(self, version: int) -> PublishReport:
+        """Bring every rollout to `version`. With no replica left, wait for Ray to restart one.
+
+        Raises:
+            PublishError: The version was not committed.
+            ActorLost: The learner or this service died.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await call("param-sync", self.handle.publish.remote(version))
+            except NoReplicaLeft as error:
+                if time.monotonic() > deadline:
+                    raise
+                self._tell(f"publish of version {version} waits: {error}")
+                await asyncio.sleep(_RETRY_S)
+
+    async def committed(self) -> CommittedWeights:
+        """The version in force and, where there is one, its snapshot."""
+        return await call("param-sync", self.handle.committed.remote())

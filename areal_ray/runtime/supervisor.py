@@ -1,0 +1,126 @@
+"""Supervisor: looks at every actor about once a second; notices deaths and returns.
+
+Ray itself restarts rollout, agent and reward actors; a restarted one has a new incarnation, which
+is how it is noticed here. A learner or the ParamSyncActor is not restarted: losing one ends the
+run with its name, and `areal-ray resume` goes on from the last checkpoint.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_ray.errors import ActorLost, ArealRayError
+from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.rollout_actor import RolloutHealth
+
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReading:
+    """What the rollout fleet has done so far, and what it does now."""
+
+    at_s: float
+    replicas: int
+    running: int
+    waiting: int
+    sampled_tokens: int
+    busy_s: float
+    idle_for_swap_s: float
+
+    def since(self, before: "FleetReading") -> dict[str, float]:
+        """Metrics of the time between two readings."""
+        wall_s = max(1e-9, self.at_s - before.at_s)
+        replicas = max(1, self.replicas)
+        # A restarted replica counts from 0 again; a negative difference means just that.
+        busy_s = max(0.0, self.busy_s - before.busy_s) / replicas
+        swap_s = max(0.0, self.idle_for_swap_s - before.idle_for_swap_s) / replicas
+        return {
+            "rollout/replicas": self.replicas,
+            "rollout/running_requests": self.running,
+            "rollout/waiting_requests": self.waiting,
+            "rollout/busy_fraction": min(1.0, busy_s / wall_s),
+        } | {
+            "time/rollout_busy_s": busy_s,
+            "time/rollout_swap_s": swap_s,
+            "time/rollout_idle_s": max(0.0, wall_s - busy_s - swap_s),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look found."""
+
+    events: tuple[str, ...]
+    reading: FleetReading | None
+
+
+class Supervisor:
+    """Watches the fleets that Ray restarts."""
+
+    def __init__(self, rollouts: Fleet, others: Sequence[Fleet]) -> None:
+        self._rollouts = rollouts
+        self._others = list(others)
+        self._incarnations: dict[str, str] = {}
+        self._silent: set[str] = set()
+
+    async def look(self) -> Look:
+        """Ask every actor how it is."""
+        answers = await asyncio.gather(
+            *(
+                self._ask(fleet, name)
+                for fleet in (self._rollouts, *self._others)
+                for name in fleet.names()
+            )
+        )
+        events: list[str] = []
+        engines: list[RolloutHealth] = []
+        for name, answer in answers:
+            if isinstance(answer, str):
+                if name not in self._silent:
+                    self._silent.add(name)
+                    events.append(answer)
+                continue
+            events += self._compare(name, answer)
+            if isinstance(answer, RolloutHealth):
+                engines.append(answer)
+        return Look(tuple(events), _reading(engines) if engines else None)
+
+    def _compare(self, name: str, health: Any) -> list[str]:
+        before = self._incarnations.get(name)
+        self._incarnations[name] = health.incarnation
+        was_silent = name in self._silent
+        self._silent.discard(name)
+        if before is None or before == health.incarnation:
+            return []
+        where = ""
+        if isinstance(health, RolloutHealth):
+            where = f" at version {health.engine.version}"
+        lost = "" if was_silent else " died,"
+        return [f"{name}{lost} was restarted and is back{where}"]
+
+    async def _ask(self, fleet: Fleet, name: str) -> tuple[str, Any]:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return name, await call(name, fleet.handles[name].health.remote())
+        except TimeoutError:
+            return name, f"{name} has not answered for {_ANSWER_S:g} s"
+        except ActorLost as lost:
+            return name, f"{lost}; Ray restarts it"
+        except ArealRayError as error:
+            return name, f"{error}"
+
+
+def _reading(healths: Sequence[RolloutHealth]) -> FleetReading:
+    engines = [health.engine for health in healths]
+    return FleetReading(
+        at_s=time.monotonic(),
+        replicas=len(engines),
+        running=sum(engine.num_running for engine in engines),
+        waiting=sum(engine.num_waiting for engine in engines),
+        sampled_tokens=sum(engine.sampled_tokens for engine in engines),
+        busy_s=sum(engine.busy_s for engine in engines),
+        idle_for_swap_s=sum(engine.idle_for_swap_s for engine in engines),
+    )
