@@ -1,0 +1,56 @@
+# Two commands: `make demo` trains a small model in front of you, `make test` checks everything.
+# Both make .venv the first time; PYTHON chooses the interpreter (3.11 or newer), and PIP_FLAGS
+# reaches pip, for example to take torch from an index of CPU builds.
+PYTHON ?= python3
+PIP_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS)
+
+.PHONY: demo test test-unit lint format bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/areal-ray demo
+
+test: test-unit
+	$(BIN)/python -m pytest --timeout 300 tests/integration tests/chaos
+
+test-unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --timeout 120 tests/test_house.py tests/unit
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.run
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python >= 3.11 is needed: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: everything else then agrees with the build that was chosen.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	$(PIP) torch==2.13.0
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	$(PIP) --editable '.[bench]'
+	@touch $@
