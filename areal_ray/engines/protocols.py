@@ -11,6 +11,7 @@ from pydantic import Field
 
 from areal_ray.core.config import Config
 from areal_ray.core.trajectory import Group, StopReason
+from areal_ray.engines.sft import SftEvaluation, SftExample
 
 if TYPE_CHECKING:
     import torch
@@ -124,14 +125,35 @@ class StepStats:
 class TrainEngine(Protocol):
     """Owns one rank of the model being trained. Collective: all ranks call alike."""
 
-    def train_step(self, groups: Sequence[Group], plan: Any, version: int) -> StepStats:
-        """One RL step on this rank's share of the groups."""
+    def train_step(
+        self,
+        minibatches: Sequence[Sequence[Group]],
+        version: int,
+        oldest_version: int | None = None,
+    ) -> StepStats:
+        """One RL step on this rank's share of the groups, an optimizer update a minibatch.
+
+        `minibatches` follows `algorithms.packing.StepPlan.of_rank`. Tokens of versions older than
+        `oldest_version` do not train.
+        """
+
+    def sft_step(self, examples: Sequence[SftExample]) -> StepStats:
+        """One supervised update on this rank's share of the batch."""
+
+    def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
+        """Teacher-forced accuracy over all ranks' shares of held-out examples."""
 
     def weights(self) -> Mapping[str, "torch.Tensor"]:
         """The full parameters by Hugging Face name, tied ones once; valid until the next step."""
 
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint with tokenizer and chat template."""
+
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face checkpoint and the optimizer state into an existing folder."""
+        """`export`, and the optimizer state beside it, into an existing folder."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, optimizer and schedule included."""
+
+    def close(self) -> None:
+        """Leave the other ranks."""

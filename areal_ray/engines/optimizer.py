@@ -1,0 +1,104 @@
+"""AdamW, learning-rate schedules, and the guarded update the train engine takes."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal_ray.engines.train_config import OptimizerConfig
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Rate of step `step` (from 0): linear warm-up, then the schedule down to 0 at the end.
+
+    Args:
+        step: Steps taken before this one.
+        total_steps: Steps of the whole run; beyond it the rate stays at its end.
+        config: Peak, shape and warm-up.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    span = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    if config.lr_scheduler_type == "linear":
+        return config.lr * (1.0 - progress)
+    return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """What one call of `GuardedOptimizer.update` did."""
+
+    grad_norm: float
+    """Before clipping; may be infinite or NaN."""
+    was_taken: bool
+    """False where the gradient was not finite: weights and moments are untouched."""
+
+
+class GuardedOptimizer:
+    """AdamW that clips, and leaves everything alone when a gradient is not finite."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        self._config = config
+        self._parameters = [p for p in parameters if p.requires_grad]
+        matrices = [p for p in self._parameters if p.dim() >= 2]
+        vectors = [p for p in self._parameters if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=all(p.device.type in ("cpu", "cuda") for p in self._parameters),
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradient; its memory is kept."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def flat_gradient(self) -> Tensor:
+        """[P] the whole gradient as one vector; zeros where a parameter has none."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return torch.cat([p.grad.reshape(-1) for p in self._parameters if p.grad is not None])
+
+    def set_flat_gradient(self, flat: Tensor) -> None:
+        """Inverse of `flat_gradient`."""
+        offset = 0
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            count = parameter.numel()
+            parameter.grad.copy_(flat[offset : offset + count].view_as(parameter))
+            offset += count
+
+    def update(self, rate: float) -> UpdateStats:
+        """Clip the gradient and take one step at learning rate `rate`."""
+        norm = nn.utils.clip_grad_norm_(
+            self._parameters, self._config.gradient_clipping, error_if_nonfinite=False
+        )
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            return UpdateStats(grad_norm, was_taken=False)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        return UpdateStats(grad_norm, was_taken=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and counts, for a checkpoint."""
+        return self._adamw.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`; rates come from the schedule, not from the state."""
+        self._adamw.load_state_dict(state)

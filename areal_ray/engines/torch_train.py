@@ -1,0 +1,331 @@
+"""TorchTrainEngine: one rank of a Hugging Face model trained by RL or supervised.
+
+Called by the learner actor, alike on every rank. Ranks are exact: all counts a loss divides by
+are summed over ranks first, so any number of ranks takes the same step as one.
+Waits for: the other ranks inside every method but `weights` and `close`.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_ray.algorithms.losses import mean_weights, policy_loss
+from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.algorithms.packing import MicroBatch
+from areal_ray.core.trajectory import Group
+from areal_ray.engines.model_export import export_model
+from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
+from areal_ray.engines.process_group import RankGroup
+from areal_ray.engines.protocols import StepStats
+from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.sft import SftEvaluation, SftExample
+from areal_ray.engines.sft_evaluation import evaluate_examples
+from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.engines.train_metrics import TokenTally
+from areal_ray.engines.train_rows import TrainBatch, TrainCounts, sft_sequences, train_batch
+from areal_ray.errors import DataError
+
+_STATE_FILE = "trainer_state.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class _Minibatch:
+    """One rank's share of an update, on the device."""
+
+    micro_batches: list[MicroBatch]
+    behaviour_logprobs: Tensor
+    advantages: Tensor
+    token_weights: Tensor
+    is_empty: bool
+    """No rank has anything to learn from."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What happened to the updates of one step."""
+
+    taken: int = 0
+    empty: int = 0
+    non_finite: int = 0
+    grad_norm: float = 0.0
+
+
+class TorchTrainEngine:
+    """Holds model and optimizer of one data-parallel rank."""
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        learner: LearnerConfig,
+        *,
+        objective: ObjectiveConfig | None = None,
+        temperature: float = 1.0,
+        total_steps: int = 1,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        """Load the model; rank 0's weights are taken by all. Collective.
+
+        Args:
+            model_path: Hugging Face folder or hub name.
+            learner: Engine, optimizer and minibatches.
+            objective: What `train_step` maximises; not needed for supervised training.
+            temperature: Of sampling; 0 (greedy) counts as 1.
+            total_steps: Of the run, for schedules that end.
+            ranks: The other ranks; None = alone.
+        """
+        torch.set_num_threads(learner.engine.num_threads)
+        self._source = model_path
+        self._learner = learner
+        self._objective = objective or ObjectiveConfig()
+        self._temperature = temperature or 1.0
+        self._total_steps = total_steps
+        self._ranks = ranks or RankGroup()
+        self._model = load_causal_model(model_path, learner.engine)
+        self._ranks.broadcast_(self._tensors())
+        self._forward = RowForward(self._model, learner.engine)
+        self._optimizer = GuardedOptimizer(self._model.parameters(), learner.optimizer)
+        self._steps_taken = 0
+        dtype = torch.float64 if learner.engine.dtype == "float64" else torch.float32
+        self._like = torch.zeros((), dtype=dtype, device=learner.engine.device)
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps since the beginning of the run, resumed ones included."""
+        return self._steps_taken
+
+    def train_step(
+        self,
+        minibatches: Sequence[Sequence[Group]],
+        version: int,
+        oldest_version: int | None = None,
+    ) -> StepStats:
+        """One RL step: an optimizer update for each minibatch.
+
+        Args:
+            minibatches: [minibatch] this rank's whole groups; the same number of minibatches on
+                each rank, any of them may be empty here.
+            version: The learner's, to measure staleness.
+            oldest_version: Tokens of older versions do not train; None keeps all.
+        """
+        started = time.monotonic()
+        batches = [train_batch(g, self._objective, version, oldest_version) for g in minibatches]
+        totals = self._sum_counts([batch.counts for batch in batches])
+        prepared = [self._prepare(b, t) for b, t in zip(batches, totals, strict=True)]
+        proximal = self._proximal(prepared)
+        proximal_s = time.monotonic() - started
+        rate, tally, progress = self._next_rate(), TokenTally(), _Progress()
+        for minibatch, old in zip(prepared, proximal, strict=True):
+            if minibatch.is_empty:
+                progress.empty += 1
+                continue
+            for micro in minibatch.micro_batches:
+                self._backward(minibatch, micro, old if progress.taken else None, tally)
+            self._update(rate, progress)
+        metrics = tally.over_ranks(self._ranks)
+        metrics["learner/loss"] /= max(1, len(prepared) - progress.empty)
+        metrics |= self._count_metrics(totals, [b.max_staleness for b in batches])
+        metrics |= self._work_metrics([m for p in prepared for m in p.micro_batches], started)
+        metrics |= _progress_metrics(progress, rate)
+        metrics["learner/proximal_s"] = proximal_s
+        return StepStats(metrics, sum(t.tokens for t in totals), progress.taken)
+
+    def sft_step(self, examples: Sequence[SftExample]) -> StepStats:
+        """One supervised update: mean negative log-prob over all trained tokens of all ranks.
+
+        Args:
+            examples: This rank's share of the batch; may be empty.
+        """
+        started = time.monotonic()
+        sequences = sft_sequences(
+            iter([e.token_ids for e in examples]), iter([e.loss_mask for e in examples])
+        )
+        counts = [float(sum(s.num_trained for s in sequences)), float(len(sequences))]
+        num_tokens, num_sequences = self._ranks.sum_numbers(counts)
+        micro_batches = self._forward.micro_batches(sequences)
+        rate, tally, progress = self._next_rate(), TokenTally(), _Progress()
+        if num_tokens:
+            self._optimizer.zero_grad()
+            for micro in micro_batches:
+                scored = self._forward(micro, 1.0)
+                loss = -scored.logprobs.sum() / num_tokens
+                loss.backward()  # type: ignore[no-untyped-call]
+                tally.add(
+                    {
+                        "tokens": torch.tensor(len(micro.targets)),
+                        "loss": loss,
+                        "entropy": scored.entropy.sum(),
+                        "correct": scored.is_argmax.sum(),
+                    }
+                )
+            self._update(rate, progress)
+        else:
+            progress.empty += 1
+        metrics = tally.over_ranks(self._ranks) | _progress_metrics(progress, rate)
+        metrics |= self._work_metrics(micro_batches, started)
+        metrics["learner/sequences"] = num_sequences
+        metrics["learner/trained_tokens"] = num_tokens
+        return StepStats(metrics, int(num_tokens), progress.taken)
+
+    def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
+        """Teacher-forced accuracy on this rank's share of held-out examples, over all ranks."""
+        return evaluate_examples(self._forward, examples, self._ranks)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The full parameters by Hugging Face name, tied ones once; valid until the next step."""
+        return {name: tensor.detach() for name, tensor in self._model.named_parameters()}
+
+    def export(self, folder: Path) -> None:
+        """Write what AutoModelForCausalLM and AutoTokenizer load; rank 0 writes."""
+        if self._ranks.rank == 0:
+            export_model(self._model, self._source, folder)
+        self._ranks.barrier()
+
+    def save(self, folder: Path) -> None:
+        """`export`, and beside it what `load` needs to go on exactly."""
+        if self._ranks.rank == 0:
+            export_model(self._model, self._source, folder)
+            state = {
+                "steps_taken": self._steps_taken,
+                "optimizer": self._optimizer.state_dict(),
+                "random_state": torch.get_rng_state(),
+            }
+            torch.save(state, folder / _STATE_FILE)
+        self._ranks.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Restore weights, optimizer, schedule and random state; any number of ranks.
+
+        Raises:
+            DataError: The folder was not written by `save`, or for another model.
+        """
+        file = folder / _STATE_FILE
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            restored = load_causal_model(folder, self._learner.engine)
+            self._model.load_state_dict(restored.state_dict())
+            self._optimizer.load_state_dict(state["optimizer"])
+        except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
+            raise DataError(
+                f"{file}: cannot resume from it: {error}; it must be a checkpoint of this model. "
+                "Resume from another step."
+            ) from error
+        self._steps_taken = int(state["steps_taken"])
+        torch.set_rng_state(state["random_state"])
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._ranks.close()
+
+    def _tensors(self) -> list[Tensor]:
+        return [*(p.detach() for p in self._model.parameters()), *self._model.buffers()]
+
+    def _next_rate(self) -> float:
+        rate = learning_rate(self._steps_taken, self._total_steps, self._learner.optimizer)
+        self._steps_taken += 1
+        return rate
+
+    def _sum_counts(self, counts: Sequence[TrainCounts]) -> list[TrainCounts]:
+        """Counts of each minibatch over all ranks, in one exchange."""
+        flat = [float(number) for c in counts for number in astuple(c)]
+        width = len(astuple(TrainCounts()))
+        summed = np.array(self._ranks.sum_numbers(flat), np.int64).reshape(-1, width)
+        return [TrainCounts(*row) for row in summed.tolist()]
+
+    def _prepare(self, batch: TrainBatch, totals: TrainCounts) -> _Minibatch:
+        per_sequence = self._objective.is_sequence_mean
+        lengths = torch.from_numpy(batch.sequence_tokens).to(self._like)
+        count = totals.sequences if per_sequence else totals.tokens
+        return _Minibatch(
+            self._forward.micro_batches(batch.sequences),
+            torch.from_numpy(batch.behaviour_logprobs).to(self._like),
+            torch.from_numpy(batch.advantages).to(self._like),
+            mean_weights(lengths, max(1, count), per_sequence=per_sequence),
+            is_empty=totals.teaching_tokens == 0,
+        )
+
+    @torch.no_grad()
+    def _proximal(self, minibatches: Sequence[_Minibatch]) -> list[Tensor | None]:
+        """Log-probs at the start of the step, where an update will come before their use.
+
+        The first minibatch needs none: its own forward pass is the proximal policy's.
+        """
+        columns: list[Tensor | None] = [None] * len(minibatches)
+        if self._objective.kind != "decoupled_ppo":
+            return columns
+        for number, minibatch in enumerate(minibatches[1:], start=1):
+            column = torch.zeros_like(minibatch.behaviour_logprobs)
+            for micro in minibatch.micro_batches:
+                scored = self._forward(micro, self._temperature)
+                column[torch.from_numpy(micro.origins).to(column.device)] = scored.logprobs
+            columns[number] = column
+        return columns
+
+    def _backward(
+        self, minibatch: _Minibatch, micro: MicroBatch, proximal: Tensor | None, tally: TokenTally
+    ) -> None:
+        scored = self._forward(micro, self._temperature)
+        origins = torch.from_numpy(micro.origins).to(scored.logprobs.device)
+        loss, sums = policy_loss(
+            self._objective,
+            scored.logprobs,
+            None if proximal is None else proximal[origins],
+            minibatch.behaviour_logprobs[origins],
+            minibatch.advantages[origins],
+            torch.ones_like(origins, dtype=torch.bool),
+            minibatch.token_weights[origins],
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        tally.add({**sums, "loss": loss, "entropy": scored.entropy.sum()})
+
+    def _update(self, rate: float, progress: _Progress) -> None:
+        """Sum the gradient over ranks and step; every rank comes to the same weights."""
+        if self._ranks.size > 1:
+            flat = self._optimizer.flat_gradient()
+            self._optimizer.set_flat_gradient(self._ranks.sum_(flat))
+        stats = self._optimizer.update(rate)
+        self._optimizer.zero_grad()
+        progress.taken += stats.was_taken
+        progress.non_finite += not stats.was_taken
+        progress.grad_norm = max(progress.grad_norm, stats.grad_norm)
+
+    def _count_metrics(
+        self, totals: Sequence[TrainCounts], max_staleness: Sequence[int]
+    ) -> dict[str, float]:
+        tokens = sum(t.tokens for t in totals)
+        (oldest,) = self._ranks.max_numbers([float(max(max_staleness, default=0))])
+        return {
+            "learner/trained_tokens": tokens,
+            "learner/sequences": sum(t.sequences for t in totals),
+            "learner/teaching_tokens": sum(t.teaching_tokens for t in totals),
+            "learner/masked_stale_tokens": sum(t.stale_tokens for t in totals),
+            "learner/left_out_episodes": sum(t.unscored_episodes for t in totals),
+            "learner/equal_reward_groups": sum(t.equal_groups for t in totals),
+            "staleness/token_mean_versions": sum(t.staleness for t in totals) / max(1, tokens),
+            "staleness/token_max_versions": oldest,
+        }
+
+    def _work_metrics(self, batches: Sequence[MicroBatch], started: float) -> dict[str, float]:
+        work = [float(len(batches)), sum(b.num_tokens for b in batches)]
+        work.append(sum(b.token_ids.size for b in batches))
+        count, computed, padded = self._ranks.sum_numbers(work)
+        return {
+            "learner/micro_batches": count,
+            "learner/computed_tokens": computed,
+            "learner/padded_tokens": padded,
+            "learner/step_s": time.monotonic() - started,
+        }
+
+
+def _progress_metrics(progress: _Progress, rate: float) -> dict[str, float]:
+    return {
+        "learner/lr": rate,
+        "learner/updates": progress.taken,
+        "learner/empty_updates": progress.empty,
+        "learner/non_finite_updates": progress.non_finite,
+        "learner/grad_norm_max": progress.grad_norm,
+    }

@@ -1,0 +1,80 @@
+"""Configuration of the learner; without torch, so that a recipe is checked before it loads."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from areal_ray.core.config import Config
+
+
+class OptimizerConfig(Config):
+    """AdamW, its schedule and gradient clipping."""
+
+    lr: float = Field(1e-5, gt=0.0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0.0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.01, ge=0.0)
+    """Decoupled; on matrices only, not on norms and biases."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: constant, or down to 0 at the last step."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly; a step's minibatches share one rate."""
+    gradient_clipping: float = Field(1.0, gt=0.0)
+    """Largest L2 norm of the whole gradient."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas: is {list(self.betas)}; both must be in [0, 1).")
+        return self
+
+
+class TorchTrainConfig(Config):
+    """The train engine on plain torch: data parallel, each rank holds the whole model."""
+
+    kind: Literal["torch"] = "torch"
+    """Which train engine."""
+    max_tokens_per_mb: int = Field(8192, ge=1)
+    """Tokens of one forward pass, padding included. A longer sequence goes alone."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of a rank's arithmetic."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the forward pass. bfloat16 keeps float32 weights and optimizer state (autocast).
+    float64 is for checking numbers."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where a rank computes; cuda = the one GPU the rank can see."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    share_prefixes: bool = True
+    """Compute the prompt that a group's episodes have in common once."""
+    collective_timeout_s: float = Field(600.0, gt=0.0)
+    """How long a rank waits for the others in one exchange."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gradient_checkpointing and self.dtype == "float64":
+            raise ValueError(
+                "gradient_checkpointing: is true with dtype 'float64', which is for checking "
+                "small models; must be false. Change either."
+            )
+        return self
+
+
+class LearnerConfig(Config):
+    """The training side of a run."""
+
+    ranks: int = Field(1, ge=1)
+    """Data-parallel processes. Any number takes the same steps from the same groups."""
+    engine: TorchTrainConfig = TorchTrainConfig()
+    """What computes."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """What updates."""
+    ppo_n_minibatches: int = Field(1, ge=1)
+    """Optimizer updates a step; each takes its own share of the step's groups."""
+    num_cpus: float = Field(0.2, ge=0.0)
+    """CPUs that Ray reserves for each rank."""
+    num_gpus: float = Field(0.0, ge=0.0)
+    """GPUs that Ray reserves for each rank."""
