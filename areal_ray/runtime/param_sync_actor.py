@@ -14,18 +14,17 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import ray
-from pydantic import Field, field_validator
 
-from areal_ray.core.buckets import ALIGNMENT_BYTES, BucketPlan
-from areal_ray.core.config import Config
+from areal_ray.core.buckets import BucketPlan
 from areal_ray.errors import ArealRayError, PublishError
 from areal_ray.runtime.answers import Answers, ask, ask_all
 from areal_ray.runtime.fleet import call
 from areal_ray.runtime.membership import Membership
+from areal_ray.runtime.weights_config import WeightsConfig
 
 _GRACE_S = 3.0
 """A member reports its own deadline; only one that is silent beyond this is called hung."""
@@ -34,35 +33,6 @@ _BLANK_ATTEMPTS = 2
 """Groups that may break without a member to blame before the publish is given up."""
 
 LEARNER = "learner"
-
-
-class WeightsConfig(Config):
-    """How new weights reach the rollout replicas."""
-
-    transport: Literal["collective", "object_store"] = "collective"
-    """collective: broadcast over a group of our own; object_store: one payload that each replica
-    reads (fleets that come and go)."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the collective group. gloo works everywhere; nccl needs a GPU of its own per member."""
-    bucket_bytes: int = Field(16 * 1024**2, ge=ALIGNMENT_BYTES)
-    """Weights travel in slices of this size; a multiple of 16."""
-    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Floating-point weights are cast to it by the learner; empty = sent as they are."""
-    timeout_s: float = Field(120.0, gt=0.0)
-    """Bound of every wait in a publish: joining, staging, swapping."""
-    snapshot: Literal["lazy", "always"] = "lazy"
-    """lazy: the learner keeps the bytes of the last committed version, and they enter the object
-    store when a late or restarted replica (or evaluation) asks. always: after every publish; they
-    then outlive the learner, for the price of one copy of the model per publish."""
-
-    @field_validator("bucket_bytes")
-    @classmethod
-    def _aligned(cls, bucket_bytes: int) -> int:
-        if bucket_bytes % ALIGNMENT_BYTES:
-            raise ValueError(
-                f"weights.bucket_bytes: {bucket_bytes}; must be a multiple of {ALIGNMENT_BYTES}"
-            )
-        return bucket_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +272,7 @@ class ParamSyncActor:
             ray.kill(self._replicas[name], no_restart=False)
             self._set_aside(name, f"{error}; restarted")
         if self._replicas and not answers.good:
-            raise PublishError(
+            raise NoReplicaLeft(
                 f"version {version}: no replica swapped it in; {answers.listed()}. The "
                 f"committed version stays {self._committed.version}"
             )
@@ -350,7 +320,7 @@ class ParamSyncActor:
         """
         names = [name for name in self._replicas if name not in self._quarantined]
         if self._replicas and not names:
-            raise PublishError(
+            raise NoReplicaLeft(
                 f"version {version}: no replica is left; "
                 + "; ".join(f"{name}: {reason}" for name, reason in self._quarantined.items())
                 + f". The committed version stays {self._committed.version}"
