@@ -21,7 +21,7 @@ def layout(rollouts=1, ranks=1, agents=1, rewards=1, *, cpus=0.2, gpus=0.0):
         rollout=RolloutConfig(replicas=rollouts, num_cpus=cpus, num_gpus=gpus),
         learner=LearnerConfig(ranks=ranks, num_cpus=cpus, num_gpus=gpus),
         agent=AgentConfig(replicas=agents),
-        reward=RewardConfig(replicas=rewards),
+        reward=RewardConfig(score="m:f", replicas=rewards),
         has_evaluation=True,
     )
 
