@@ -35,8 +35,6 @@ from areal_ray.runtime.run_config import (
 from areal_ray.runtime.weights_config import WeightsConfig
 from areal_ray.telemetry.sinks import TelemetryConfig
 
-RECIPE_FILE = "recipe.yaml"
-"""Name of the recipe as run, in the run folder."""
 
 _SEED = "{seed}"
 _NEEDED = {

@@ -1,0 +1,177 @@
+"""RunFolder: the folder of one run, held by one process at a time; and how to find a run again.
+
+A lock that ends with its process tells whether a run is going on, also after a crash. A folder
+that holds another run is never taken over silently: its checkpoints and rows would be taken for
+the new run's.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_ray.errors import RecipeError
+
+RECIPE_FILE = "recipe.yaml"
+"""The recipe as run."""
+STATUS_FILE = "status.json"
+"""What goes on: written about once a second by the run."""
+
+_LOCK_FILE = ".lock"
+_TRACES = ("metrics.jsonl", "checkpoints", "journal", "summary.json")
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """What is known of a run from its folder."""
+
+    name: str
+    folder: Path
+    is_running: bool
+    status: Mapping[str, Any]
+    """Last status.json; empty where the run never got so far."""
+
+
+class RunFolder:
+    """A run folder while this process holds it."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def claim(
+        cls, path: Path, recipe_yaml: str, *, resume: bool = False, overwrite: bool = False
+    ) -> "RunFolder":
+        """Make the folder or take it again, hold it, and save the recipe in it.
+
+        Args:
+            resume: Go on with the run that is there.
+            overwrite: Delete the run that is there.
+
+        Raises:
+            RecipeError: It holds another run or foreign files, is held by a running run, or
+                cannot be written.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+        except OSError as error:
+            raise RecipeError(
+                f"cluster.fileroot: {path} cannot be written ({error.strerror}). "
+                "Choose another folder."
+            ) from error
+        if lock is None:
+            raise RecipeError(
+                f"name: the run in {path} is going on in another process; a folder holds one run. "
+                "Stop it, or choose another name."
+            )
+        try:
+            problem = None if resume else conflict(path, overwrite=overwrite)
+            if problem is not None:
+                raise RecipeError(problem)
+            if not resume:
+                _empty(path)
+            _write(path / RECIPE_FILE, recipe_yaml)
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(path, lock)
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace status.json; a reader sees the old or the new one, whole."""
+        _write(self.path / STATUS_FILE, json.dumps({**status, "written_at_s": time.time()}))
+
+    def release(self) -> None:
+        """Let go of the folder; the run is over."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def conflict(path: Path, *, overwrite: bool = False) -> str | None:
+    """Why a new run may not start in this folder; None where it may."""
+    if not path.is_dir():
+        return f"name: {path} is a file; must be a folder." if path.exists() else None
+    names = {entry.name for entry in path.iterdir()} - {_LOCK_FILE}
+    if names and RECIPE_FILE not in names:
+        return (
+            f"name: {path} is not empty and holds no run; a run would mix with what is there. "
+            "Choose another name or cluster.fileroot."
+        )
+    if not overwrite and names.intersection(_TRACES):
+        return (
+            f"name: {path} holds another run. `areal-ray resume {path}` goes on with it, "
+            "name=OTHER starts beside it, --overwrite deletes it."
+        )
+    return None
+
+
+def find_run(run: str, fileroot: Path | str = "runs") -> Path:
+    """The folder of a run, given its folder or its name.
+
+    Raises:
+        RecipeError: no such run; names those there are.
+    """
+    for folder in (Path(run), Path(fileroot) / run):
+        if (folder / RECIPE_FILE).is_file():
+            return folder
+    known = ", ".join(path.name for path in run_folders(fileroot)[:8])
+    raise RecipeError(
+        f"run {run!r}: neither a run folder nor a run in {fileroot}/. "
+        + (f"There are: {known}." if known else "There are none yet.")
+    )
+
+
+def run_folders(fileroot: Path | str) -> list[Path]:
+    """Run folders, the newest first."""
+    recipes = list(Path(fileroot).glob(f"*/{RECIPE_FILE}"))
+    return [path.parent for path in sorted(recipes, key=lambda path: -path.stat().st_mtime)]
+
+
+def read_status(folder: Path) -> RunStatus:
+    """What is known of a run, also while it runs and after it was killed."""
+    status: dict[str, Any] = {}
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        status = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
+    is_running = False
+    with contextlib.suppress(OSError):
+        lock = _lock(folder)
+        if lock is None:
+            is_running = True
+        else:
+            os.close(lock)
+    return RunStatus(folder.name, folder, is_running, status)
+
+
+def _lock(path: Path) -> int | None:
+    """A lock that ends with this process; None where another process has it."""
+    lock = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _empty(path: Path) -> None:
+    for entry in path.iterdir():
+        if entry.name == _LOCK_FILE:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
