@@ -26,51 +26,39 @@ staleness/mean_versions | versions | mean | Learner version - oldest behaviour v
 staleness/max_versions | versions | max | The largest of them in the step.
 staleness/bound_versions | versions | last | admission.max_head_offpolicyness; absent if unlimited.
 staleness/token_mean_versions | versions | mean | The same for each trained token.
-staleness/masked_tokens | tokens | sum | Sampled tokens left out of the loss for being too old.
+staleness/token_max_versions | versions | max | The largest of them.
 staleness/mixed_episodes | episodes | sum | Trained episodes sampled by more than one version.
 
 learner/loss | | mean | The loss that was minimised, as its global mean.
-learner/policy_loss | | mean | Its policy-gradient part.
-learner/kl_loss | | mean | Its KL part, weighted as in the loss.
-learner/entropy_loss | | mean | Its entropy part, weighted as in the loss.
-learner/grad_norm | | mean | Gradient norm before clipping, over the updates of the step.
+learner/grad_norm_max | | max | Largest gradient norm before clipping, over the updates.
 learner/lr | | last | Learning rate of the last update.
-learner/entropy_nats | nats | mean | Entropy of the policy per trained token.
-learner/logprob_mean | | mean | Log-prob of the trained tokens under the policy.
-learner/kl_behaviour_nats | nats | mean | Estimated KL between behaviour policy and policy.
-learner/kl_reference_nats | nats | mean | Estimated KL between policy and reference, unweighted.
-learner/ratio_mean | | mean | exp(policy - proximal log-prob), over trained tokens.
+learner/entropy_nats | nats | mean | Entropy of the policy, mean over computed tokens.
+learner/ratio_mean | | mean | exp(policy - proximal log-prob), mean over computed tokens.
 learner/ratio_max | | max | The largest of them.
-learner/ratio_min | | min | The smallest of them.
-learner/clipped_fraction | fraction | mean | Trained tokens whose ratio lies outside the clip range.
-learner/clipped_high_fraction | fraction | mean | Trained tokens above the upper clip.
-learner/clipped_low_fraction | fraction | mean | Trained tokens below the lower clip.
-learner/dual_clipped_fraction | fraction | mean | Trained tokens held by the dual clip.
-learner/behaviour_weight_raw_mean | | mean | exp(proximal - behaviour log-prob), uncapped.
-learner/behaviour_weight_raw_max | | max | The largest of them.
-learner/behaviour_weight_raw_min | | min | The smallest of them.
-learner/behaviour_weight_above_cap_fraction | fraction | mean | Tokens whose raw weight is capped.
-learner/behaviour_weight_capped_mean | | mean | The same after the cap, all trained tokens.
-learner/behaviour_weight_kept_mean | | mean | The raw weights inside the rejection band.
-learner/rejected_fraction | fraction | mean | Sampled tokens that rejection sampling leaves out.
-learner/advantage_mean | | mean | Over trained tokens, as used by the loss.
-learner/advantage_std | | mean | Their standard deviation.
-learner/advantage_max | | max | The largest of them.
-learner/advantage_min | | min | The smallest of them.
-learner/logprob_gap_mean | | mean | Mean absolute gap of behaviour and learner log-prob.
-learner/logprob_gap_max | | max | The largest of them.
+learner/policy_kl_nats | nats | mean | Estimated KL between proximal policy and policy.
+learner/clipped_fraction | fraction | mean | Tokens whose ratio lies outside the clip range.
+learner/dual_clipped_fraction | fraction | mean | Tokens held by the dual clip.
+learner/behaviour_weight_mean | | mean | exp(proximal - behaviour log-prob), before cap or mask.
+learner/behaviour_weight_max | | max | The largest of them, before cap or mask.
+learner/used_behaviour_weight_mean | | mean | The same as the loss used them, capped or masked.
+learner/behaviour_kl_nats | nats | mean | Estimated KL between behaviour policy and proximal policy.
+learner/rejected_fraction | fraction | mean | Tokens that rejection sampling leaves out.
 learner/trained_tokens | tokens | sum | Tokens in the loss: neither prompt nor padding.
-learner/prompt_tokens | tokens | sum | Unsampled tokens of trained episodes, siblings each.
-learner/computed_tokens | tokens | sum | Tokens of forward passes: shared prompts once, padding too.
-learner/padding_tokens | tokens | sum | Of these, padding.
-learner/trained_groups | groups | sum | Groups that entered an update.
-learner/trained_episodes | episodes | sum | Episodes that entered an update.
-learner/zero_advantage_episodes | episodes | sum | Episodes left out as their advantage is zero.
+learner/teaching_tokens | tokens | sum | Of these, tokens of nonzero advantage.
+learner/computed_tokens | tokens | sum | Tokens of forward passes, a shared prompt once.
+learner/padded_tokens | tokens | sum | The same with padding.
+learner/masked_stale_tokens | tokens | sum | Sampled tokens left out of the loss for being too old.
+learner/sequences | | sum | Trajectories (branches count) that entered the step.
+learner/left_out_episodes | episodes | sum | Episodes of the step that have no reward.
+learner/equal_reward_groups | groups | sum | Groups of the step whose advantages are all zero.
+learner/micro_batches | | sum | Forward and backward passes.
 learner/updates | updates | sum | Optimizer updates taken.
-learner/skipped_updates | updates | sum | Minibatches without an update: nothing to train on, NaN.
+learner/empty_updates | updates | sum | Minibatches without an update: nothing to train on.
+learner/non_finite_updates | updates | sum | Minibatches without an update: gradient not finite.
 learner/skipped_steps | steps | sum | 1 when the step took no update at all.
-learner/microbatches | | sum | Forward and backward passes.
-learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over the seconds of train_step.
+learner/step_s | s | mean | Seconds of the train step.
+learner/proximal_s | s | mean | Of these, computing proximal log-probs.
+learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over learner/step_s.
 learner/memory_bytes | bytes | max | Peak memory of a learner rank.
 learner/token_accuracy_fraction | fraction | mean | SFT: targets that are the model's first choice.
 

@@ -48,14 +48,16 @@ _ROLE_TIMES = (
 )  # fmt: skip
 
 _LEARNER_CURVES = (
-    ("loss", "learner/loss"), ("gradient norm", "learner/grad_norm"),
-    ("learning rate", "learner/lr"), ("entropy", "learner/entropy_nats"),
-    ("clipped tokens", "learner/clipped_fraction"),
-    ("KL from the behaviour policy", "learner/kl_behaviour_nats"),
-    ("largest ratio", "learner/ratio_max"),
-    ("raw behaviour weight, mean", "learner/behaviour_weight_raw_mean"),
-    ("tokens right at first choice", "learner/token_accuracy_fraction"),
-)  # fmt: skip
+    ("Loss", "learner/loss"),
+    ("Largest gradient norm", "learner/grad_norm_max"),
+    ("Learning rate", "learner/lr"),
+    ("Entropy", "learner/entropy_nats"),
+    ("Clipped tokens", "learner/clipped_fraction"),
+    ("KL in the step", "learner/policy_kl_nats"),
+    ("KL from the behaviour policy", "learner/behaviour_kl_nats"),
+    ("Behaviour weight, uncapped mean", "learner/behaviour_weight_mean"),
+    ("Targets at first choice", "learner/token_accuracy_fraction"),
+)
 
 
 def write_report(run_folder: Path) -> Path:
@@ -160,9 +162,10 @@ def _tiles(summary: Mapping[str, Any], steps: Rows, wall_s: float) -> str:
     if tokens.get("trained"):
         sampled = f", {count_text(tokens['sampled'])} sampled" if tokens.get("sampled") else ""
         tiles.append((count_text(tokens["trained"]), f"tokens trained{sampled}"))
-    episodes = sum(row.get("learner/trained_episodes") or 0 for row in steps)
-    if episodes and wall_s:
-        tiles.append((f"{episodes / wall_s:.1f}", "trained episodes per second, all in all"))
+    sequences = _total(steps, "learner/sequences")
+    if sequences and wall_s:
+        label = "trajectories trained per second of the run"
+        tiles.append((number(sequences / wall_s), label))
     publish = summary.get("publish") or {}
     if publish.get("engine_idle_s") is not None:
         label = f"ms an engine stands still per publish ({publish['count']})"
@@ -222,8 +225,8 @@ def _time(steps: Rows) -> str:
         if sum(seconds for _, _, seconds in cuts) > 0:
             rows.append((role, cuts))
     bars = share_bars(rows)
-    parts = [Series(part, _series(steps, name), c) for c, part, name in _ROLE_TIMES[0][1]]
-    layers = [layer for layer in parts if any(y > 0 for _, y in layer.points)]
+    learner = [Series(part, _series(steps, name), c) for c, part, name in _ROLE_TIMES[0][1]]
+    layers = [layer for layer in learner if any(y > 0 for _, y in layer.points)]
     columns = stacked_columns([row["step"] for row in steps], layers) if layers else ""
     tokens = line_chart(
         [Series("sampled", _series(steps, "rollout/tokens_per_s")),

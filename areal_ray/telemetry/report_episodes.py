@@ -1,4 +1,4 @@
-"""The sample episodes of report.html: every token, coloured by who wrote it, version or log-prob."""
+"""Sample episodes of report.html: each token coloured by who wrote it, version or log-prob."""
 
 import math
 from collections.abc import Mapping, Sequence
