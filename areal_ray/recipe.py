@@ -24,6 +24,7 @@ from areal_ray.engines.sft import SftConfig
 from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.errors import RecipeError
 from areal_ray.rewards.reward import RewardConfig
+from areal_ray.run_folder import RECIPE_FILE as RECIPE_FILE
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.run_config import (
     ClusterConfig,
@@ -35,8 +36,11 @@ from areal_ray.runtime.run_config import (
 from areal_ray.runtime.weights_config import WeightsConfig
 from areal_ray.telemetry.sinks import TelemetryConfig
 
+MODEL_FOLDER = "model"
+"""Of a run's final Hugging Face checkpoint, in its folder."""
 
 _SEED = "{seed}"
+_FILEROOT = "{fileroot}"
 _NEEDED = {
     "rl": ("tasks", "reward", "admission"),
     "sft": ("sft",),
@@ -119,8 +123,9 @@ class Recipe(Config):
 
     @property
     def model_path(self) -> str:
-        """Folder or hub name of the model, with the seed in it."""
-        return self.model.path.replace(_SEED, str(self.seed))
+        """Folder or hub name of the model, with seed and fileroot in it."""
+        path = self.model.path.replace(_FILEROOT, self.cluster.fileroot)
+        return path.replace(_SEED, str(self.seed))
 
     @property
     def origin(self) -> Path | None:
@@ -240,6 +245,34 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: Path | Non
         raise RecipeError("\n".join(problems))
     recipe._origin = origin
     return recipe
+
+
+def model_recipe(recipe: Recipe) -> Recipe:
+    """The recipe that makes the model of this one, with the same seed.
+
+    Raises:
+        RecipeError: It cannot be read, or its run would leave the model elsewhere.
+    """
+    assert recipe.model.create is not None
+    assert recipe.model.is_created_by_recipe
+    path = _find(recipe, recipe.model.create)
+    overrides = [f"seed={recipe.seed}"]
+    if _FILEROOT in recipe.model.path:
+        overrides.append(f"cluster.fileroot={recipe.cluster.fileroot}")
+    maker = load_recipe(path, overrides)
+    made = maker.folder / MODEL_FOLDER
+    if made.resolve() != Path(recipe.model_path).resolve():
+        raise RecipeError(
+            f"model.create: {path.name} leaves its model in {made}; must be model.path = "
+            f"{recipe.model_path}. Change one of them."
+        )
+    return maker
+
+
+def _find(recipe: Recipe, file: str) -> Path:
+    """A file that a recipe names: from the working directory, or from a folder above the recipe."""
+    above = recipe.origin.resolve().parents if recipe.origin is not None else ()
+    return next((p for p in (Path(file), *(a / file for a in above)) if p.exists()), Path(file))
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -15,7 +15,7 @@ class ModelConfig(Config):
 
     path: str = Field(min_length=1)
     """Folder with a Hugging Face checkpoint, or a hub name such as Qwen/Qwen2.5-1.5B-Instruct.
-    `{seed}` stands for the recipe's seed."""
+    `{seed}` stands for the recipe's seed, `{fileroot}` for cluster.fileroot."""
     create: str | None = None
     """Makes the model where the folder of `path` is missing: a recipe (a .yaml file) whose run
     leaves it there, or a `package.module:function` called with (folder, seed)."""
@@ -46,6 +46,8 @@ class EvaluationConfig(Config):
     """Evaluate after every so many steps, and after the last. 0 = after the last only."""
     before: bool = True
     """Also evaluate the initial weights."""
+    limit: int | None = Field(None, ge=1)
+    """Tasks at most, the first of the source. null = all."""
     n_samples: int = Field(1, ge=1)
     """Episodes a task. Above 1, accuracy is their mean and pass@n is reported too."""
     sampling: SamplingConfig | None = None

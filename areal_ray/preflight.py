@@ -1,0 +1,202 @@
+"""Preflight: all that can be known to be wrong before Ray starts, told at once.
+
+The recipe itself is already checked; here the files, the folders and the code that it names are.
+`areal-ray plan` shows the result, and every run begins with it.
+"""
+
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_ray.agents.episode import check_agent
+from areal_ray.agents.task_stream import TasksConfig, fit_prompts, load_tasks
+from areal_ray.core.imports import resolve
+from areal_ray.core.task import Task
+from areal_ray.errors import ArealRayError, RecipeError
+from areal_ray.recipe import Recipe, model_recipe
+from areal_ray.rewards.reward import check_reward
+from areal_ray.run_folder import conflict
+
+_HUB_TIMEOUT_S = 3.0
+
+
+def preflight(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Check what the recipe names.
+
+    Raises:
+        RecipeError: all that is wrong, one line each.
+    """
+    problems = check_files(recipe)
+    if not resume:
+        told = conflict(recipe.folder, overwrite=overwrite)
+        problems += [] if told is None else [told]
+    if problems:
+        where = recipe.origin.name if recipe.origin is not None else "recipe"
+        raise RecipeError("\n".join(f"{where}: {problem}" for problem in problems))
+
+
+def check_files(recipe: Recipe) -> list[str]:
+    """What is wrong with the files, folders and code that the recipe names; empty = nothing."""
+    problems: list[str] = []
+    checks: list[Callable[[], Iterable[str]]] = [
+        lambda: _fileroot_problems(recipe),
+        lambda: _model_problems(recipe),
+        lambda: _code_problems(recipe),
+        lambda: _task_problems(recipe),
+    ]
+    for check in checks:
+        problems += check()
+    return problems
+
+
+def _fileroot_problems(recipe: Recipe) -> Iterator[str]:
+    folder = Path(recipe.cluster.fileroot)
+    above = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        yield (
+            f"cluster.fileroot: is {folder}; {above} cannot be written ({error.strerror}). "
+            "Choose another folder."
+        )
+
+
+def _model_problems(recipe: Recipe) -> Iterator[str]:
+    path = Path(recipe.model_path)
+    if (path / "config.json").is_file():
+        yield from _checkpoint_problems(path)
+        return
+    if path.is_dir() and any(path.iterdir()):
+        yield f"model.path: {path} holds no config.json; must be a Hugging Face checkpoint."
+        return
+    if recipe.model.create is not None:
+        yield from _create_problems(recipe)
+        return
+    if path.exists() or not recipe.model.may_be_hub_name or not _is_on_hub(recipe.model_path):
+        yield (
+            f"model.path: {recipe.model_path!r} is no checkpoint folder here, and no model that "
+            "the Hugging Face hub answers for. Check the path, or set model.create."
+        )
+
+
+def _checkpoint_problems(folder: Path) -> Iterator[str]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not a mapping")
+    except (OSError, ValueError) as error:
+        yield f"model.path: {folder}/config.json cannot be read ({error})."
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield f"model.path: {folder} holds no .safetensors file; must be a whole checkpoint."
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        yield f"model.path: {folder} holds no tokenizer. Save the tokenizer beside the weights."
+
+
+def _create_problems(recipe: Recipe) -> Iterator[str]:
+    create = recipe.model.create
+    assert create is not None
+    if not recipe.model.is_created_by_recipe:
+        yield from _caught(
+            "model.create", lambda: resolve(create, recipe.import_roots, where="model.create")
+        )
+        return
+    try:
+        maker = model_recipe(recipe)
+    except ArealRayError as error:
+        yield from str(error).splitlines()
+        return
+    yield from (f"{Path(create).name}: {told}" for told in check_files(maker))
+
+
+def _code_problems(recipe: Recipe) -> Iterator[str]:
+    roots = recipe.import_roots
+    if recipe.kind != "sft":
+        agent = recipe.agent
+        yield from _caught(
+            "agent", lambda: check_agent(resolve(agent.run, roots, where="agent.run"), agent)
+        )
+    reward = recipe.reward
+    if reward is not None:
+        yield from _caught(
+            "reward",
+            lambda: check_reward(resolve(reward.score, roots, where="reward.score"), reward),
+        )
+    for i, phase in enumerate(recipe.sft.phases if recipe.sft is not None else ()):
+        where = f"sft.phases.{i}"
+        yield from _source_problems(recipe, where, phase.source, phase.args)
+        if phase.until is not None and phase.until.source is not None:
+            until = phase.until
+            yield from _source_problems(recipe, f"{where}.until", until.source or "", until.args)
+
+
+def _source_problems(recipe: Recipe, where: str, source: str, args: dict[str, Any]) -> list[str]:
+    def check() -> None:
+        made = resolve(source, recipe.import_roots, where=f"{where}.source")
+        try:
+            inspect.signature(made).bind(**args)
+        except TypeError as error:
+            raise RecipeError(f"{where}.args: {source} cannot be called: {error}.") from error
+
+    return _caught(where, check)
+
+
+def _task_problems(recipe: Recipe) -> Iterator[str]:
+    sections: list[tuple[str, TasksConfig]] = []
+    if recipe.tasks is not None:
+        sections.append(("tasks", recipe.tasks))
+    if recipe.evaluation is not None:
+        sections.append(("evaluation.tasks", recipe.evaluation.tasks))
+    loaded: list[tuple[str, TasksConfig, list[Task]]] = []
+    for where, tasks in sections:
+        yield from _caught(
+            where,
+            lambda where=where, tasks=tasks: loaded.append(  # type: ignore[misc]
+                (where, tasks, load_tasks(tasks, recipe.import_roots, where=where))
+            ),
+        )
+    limited = [entry for entry in loaded if entry[1].max_prompt_tokens is not None]
+    if not limited or not (Path(recipe.model_path) / "config.json").is_file():
+        return  # nothing to count, or nothing to count with yet
+    from areal_ray.gateway.template import ChatTemplate
+
+    problems = _caught("model.path", lambda: _count(limited, ChatTemplate, recipe.model_path))
+    yield from problems
+
+
+def _count(
+    limited: list[tuple[str, TasksConfig, list[Task]]], template: Any, model_path: str
+) -> None:
+    count = template.from_folder(model_path).count_prompt_tokens
+    for _, config, tasks in limited:
+        fit_prompts(tasks, config, count)
+
+
+def _caught(where: str, check: Callable[[], Any]) -> list[str]:
+    """Run user code or a check of it; its failure is a line of the report."""
+    try:
+        check()
+    except ArealRayError as error:
+        return str(error).splitlines()
+    except Exception as error:  # user code may raise anything
+        told = str(error).strip().splitlines() or [""]
+        return [f"{where}: raised {type(error).__name__}: {told[0]}"]
+    return []
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether the hub's cache on this machine, or the hub itself, has the model."""
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return True
+    try:
+        model_info(name, timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
+        return False
+    return True
