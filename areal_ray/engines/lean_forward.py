@@ -1,0 +1,386 @@
+"""Forward pass of the Llama, Qwen2, Qwen3 and Mistral family, with few and large tensor ops.
+
+Called by the torch generation engine; the weights are those of the Hugging Face checkpoint,
+rearranged once when they are loaded:
+
+- query, key and value projections are one matrix, so are up and gate;
+- rows of query and key are permuted so that the two halves Hugging Face rotates lie side by side,
+  and rotation is one complex multiplication (scores do not change: both sides are permuted);
+- on CPU in float32 a norm's weight is multiplied into the projection that follows it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from areal_ray.engines.kv_cache import CacheShape, KVCache
+from areal_ray.engines.model_files import is_head_tied
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_FAMILY = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBlock:
+    """New tokens of neighbouring cache rows, padded on the right to the same count."""
+
+    token_ids: Tensor
+    """[m, q] int64"""
+    positions: Tensor
+    """[m, q] int64, where each token stands in its sequence; the cache's `num_tokens` = padding."""
+    last: Tensor | None
+    """[m] int64 index of each row's last real token in 0..q-1; None where q is 1."""
+    first_row: int
+    """Cache row of the first sequence."""
+    num_tokens: int
+    """Longest sequence, new tokens included: how much of the cache attention reads."""
+    is_fresh: bool
+    """Whether every row starts at position 0."""
+
+
+def why_not_lean(config: "PreTrainedConfig") -> str:
+    """Empty if this forward covers the model, else what it has that this forward lacks."""
+    if config.model_type not in _FAMILY:
+        return f"model_type {config.model_type}"
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act}"
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
+        return f"rope_type {rope['rope_type']}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "partial_rotary_factor"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    num_layers: int
+    eps: float
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+
+    @classmethod
+    def of(cls, config: "PreTrainedConfig") -> "_Sizes":
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        head_dim = getattr(config, "head_dim", None)
+        return cls(
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+            ffn=config.intermediate_size,
+            vocab=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            eps=config.rms_norm_eps,
+            has_qkv_bias=config.model_type == "qwen2" or attention_bias,
+            has_o_bias=config.model_type in ("llama", "qwen3") and attention_bias,
+            has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            has_qk_norm=config.model_type == "qwen3",
+            is_tied=is_head_tied(config),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's rearranged weights; linear ones as [out, in]."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[heads + kv_heads, head_dim]"""
+    o: Tensor
+    o_bias: Tensor | None
+    up_gate: Tensor
+    up_gate_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    input_norm: Tensor | None
+    """[hidden]; None where multiplied into qkv."""
+    post_norm: Tensor | None
+    """[hidden]; None where multiplied into up_gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeanWeights:
+    """A model's weights as `LeanForward` reads them; made aside, put in place between steps."""
+
+    layers: list[_Layer]
+    embedding: Tensor
+    final_norm: Tensor
+    head: Tensor
+
+
+class LeanForward:
+    """Logits of the last token of each row, through an external KV cache."""
+
+    def __init__(
+        self, config: "PreTrainedConfig", dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._sizes = _Sizes.of(config)
+        self._dtype = dtype
+        self._device = device
+        self._norms_are_folded = dtype == torch.float32 and device.type == "cpu"
+        self._scale = self._sizes.head_dim**-0.5
+        self._inverse_frequencies = _inverse_frequencies(config, self._sizes.head_dim)
+        self._rotations = torch.empty(0, self._sizes.head_dim // 2, dtype=torch.complex64)
+        self._columns = torch.empty(0, dtype=torch.int64)
+        self._floors = {
+            size: torch.tensor(math.sqrt(size * self._sizes.eps), dtype=dtype, device=device)
+            for size in (self._sizes.hidden, self._sizes.head_dim)
+        }
+        self._weights: LeanWeights | None = None
+        self.cache_shape = CacheShape(
+            self._sizes.num_layers, self._sizes.num_kv_heads, self._sizes.head_dim
+        )
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the checkpoint."""
+        s = self._sizes
+        q_rows, kv_rows = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (s.vocab, s.hidden)}
+        for i in range(s.num_layers):
+            prefix = f"model.layers.{i}."
+            for name, rows, columns, has_bias in (
+                ("self_attn.q_proj", q_rows, s.hidden, s.has_qkv_bias),
+                ("self_attn.k_proj", kv_rows, s.hidden, s.has_qkv_bias),
+                ("self_attn.v_proj", kv_rows, s.hidden, s.has_qkv_bias),
+                ("self_attn.o_proj", s.hidden, q_rows, s.has_o_bias),
+                ("mlp.gate_proj", s.ffn, s.hidden, s.has_mlp_bias),
+                ("mlp.up_proj", s.ffn, s.hidden, s.has_mlp_bias),
+                ("mlp.down_proj", s.hidden, s.ffn, s.has_mlp_bias),
+            ):
+                shapes[f"{prefix}{name}.weight"] = (rows, columns)
+                if has_bias:
+                    shapes[f"{prefix}{name}.bias"] = (rows,)
+            if s.has_qk_norm:
+                shapes[f"{prefix}self_attn.q_norm.weight"] = (s.head_dim,)
+                shapes[f"{prefix}self_attn.k_norm.weight"] = (s.head_dim,)
+            shapes[f"{prefix}input_layernorm.weight"] = (s.hidden,)
+            shapes[f"{prefix}post_attention_layernorm.weight"] = (s.hidden,)
+        shapes["model.norm.weight"] = (s.hidden,)
+        if not s.is_tied:
+            shapes["lm_head.weight"] = (s.vocab, s.hidden)
+        return shapes
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> LeanWeights:
+        """Rearranged copies of checked tensors; nothing of the live weights is touched."""
+
+        def get(name: str) -> Tensor:
+            # Always a copy: the caller may overwrite its buffers as soon as this returns.
+            return tensors[name].detach().to(self._device, self._dtype, copy=True)
+
+        embedding = get("model.embed_tokens.weight")
+        return LeanWeights(
+            layers=[self._prepare_layer(get, i) for i in range(self._sizes.num_layers)],
+            embedding=embedding,
+            final_norm=get("model.norm.weight"),
+            head=embedding if self._sizes.is_tied else get("lm_head.weight"),
+        )
+
+    def _prepare_layer(self, get: Callable[[str], Tensor], i: int) -> _Layer:
+        s, prefix = self._sizes, f"model.layers.{i}."
+
+        def optional(name: str, is_there: bool) -> Tensor | None:
+            return get(prefix + name) if is_there else None
+
+        def joined(names: tuple[str, ...], suffix: str, rotated: int) -> Tensor:
+            parts = [get(f"{prefix}{name}.{suffix}") for name in names]
+            parts[:rotated] = [self._interleave(part) for part in parts[:rotated]]
+            return torch.cat(parts)
+
+        qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        up_gate_names = ("mlp.up_proj", "mlp.gate_proj")
+        qkv = joined(qkv_names, "weight", rotated=2)
+        up_gate = joined(up_gate_names, "weight", rotated=0)
+        input_norm: Tensor | None = get(prefix + "input_layernorm.weight")
+        post_norm: Tensor | None = get(prefix + "post_attention_layernorm.weight")
+        if self._norms_are_folded:
+            root = math.sqrt(s.hidden)
+            qkv, input_norm = qkv.mul_(input_norm * root), None
+            up_gate, post_norm = up_gate.mul_(post_norm * root), None
+        qk_norm = None
+        if s.has_qk_norm:
+            q_norm = self._interleave(get(prefix + "self_attn.q_norm.weight"))
+            k_norm = self._interleave(get(prefix + "self_attn.k_norm.weight"))
+            qk_norm = torch.cat((q_norm.expand(s.num_heads, -1), k_norm.expand(s.num_kv_heads, -1)))
+            if self._norms_are_folded:
+                qk_norm = qk_norm * math.sqrt(s.head_dim)
+        return _Layer(
+            qkv=qkv,
+            qkv_bias=joined(qkv_names, "bias", rotated=2) if s.has_qkv_bias else None,
+            qk_norm=qk_norm,
+            o=get(prefix + "self_attn.o_proj.weight"),
+            o_bias=optional("self_attn.o_proj.bias", s.has_o_bias),
+            up_gate=up_gate,
+            up_gate_bias=joined(up_gate_names, "bias", rotated=0) if s.has_mlp_bias else None,
+            down=get(prefix + "mlp.down_proj.weight"),
+            down_bias=optional("mlp.down_proj.bias", s.has_mlp_bias),
+            input_norm=input_norm,
+            post_norm=post_norm,
+        )
+
+    def _interleave(self, weight: Tensor) -> Tensor:
+        """Order each head's rows 0, d/2, 1, d/2 + 1, ...: rotated pairs become neighbours."""
+        half = self._sizes.head_dim // 2
+        heads = weight.reshape(-1, 2, half, *weight.shape[1:])
+        return heads.transpose(1, 2).reshape(weight.shape)
+
+    def install(self, weights: LeanWeights) -> None:
+        """Use these weights from the next call on."""
+        self._weights = weights
+
+    def logits(self, block: TokenBlock, cache: KVCache) -> Tensor:
+        """[m, vocabulary] after each row's last token; the cache then holds the new tokens."""
+        assert self._weights is not None
+        s, weights = self._sizes, self._weights
+        self._extend_tables(cache.num_tokens + 1)
+        m, q = block.token_ids.shape
+        x = weights.embedding.index_select(0, block.token_ids.view(-1))
+        rotation = self._rotations.index_select(0, block.positions.view(-1)).unsqueeze(1)
+        index = cache.write_index(block.first_row, block.positions)
+        ends = None  # Of the last layer only the last token of each row is needed.
+        last_positions = block.positions
+        if block.last is not None:
+            ends = torch.arange(m, device=x.device) * q + block.last
+            last_positions = block.positions.view(-1, 1).index_select(0, ends)
+        mask = self._step_mask(last_positions, block.num_tokens)
+        block_mask = None if ends is None or block.is_fresh else self._block_mask(block)
+        for i, layer in enumerate(weights.layers):
+            qkv = functional.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = qkv.view(m * q, -1, s.head_dim)
+            self._rotate(qkv[:, : s.num_heads + s.num_kv_heads], layer.qk_norm, rotation)
+            cache.write(i, index, qkv[:, s.num_heads :])
+            if ends is not None and i < s.num_layers - 1:
+                attended = self._attend_block(qkv, block, block_mask, cache, i)
+            else:
+                if ends is not None:
+                    x, qkv = x.index_select(0, ends), qkv.index_select(0, ends)
+                attended = self._attend_step(qkv, block, mask, cache, i)
+            x = _add_linear(x, attended, layer.o, layer.o_bias)
+            up_gate = functional.linear(
+                self._norm(x, layer.post_norm), layer.up_gate, layer.up_gate_bias
+            )
+            # glu gives up * sigmoid(gate); silu(gate) * up is that times gate.
+            x = _add_linear(
+                x, functional.glu(up_gate).mul_(up_gate[:, s.ffn :]), layer.down, layer.down_bias
+            )
+        return functional.linear(
+            functional.rms_norm(x, (s.hidden,), weights.final_norm, s.eps), weights.head
+        )
+
+    def _extend_tables(self, num_tokens: int) -> None:
+        if len(self._columns) >= num_tokens:
+            return
+        self._columns = torch.arange(num_tokens, device=self._device)
+        angles = torch.arange(num_tokens).float()[:, None] * self._inverse_frequencies
+        self._rotations = torch.polar(torch.ones_like(angles), angles).to(self._device)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """RMS norm; without a weight, the weight times sqrt(size) is in the next projection."""
+        size = x.shape[-1]
+        if weight is not None:
+            return functional.rms_norm(x, (size,), weight, self._sizes.eps)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        # hypot(|x|, sqrt(size * eps)) = sqrt(size) * sqrt(mean(x * x) + eps), in a single op.
+        return x / torch.hypot(length, self._floors[size])
+
+    def _rotate(self, heads: Tensor, qk_norm: Tensor | None, rotation: Tensor) -> None:
+        """Norm (Qwen3) and rotary embedding of query and key heads [t, h, d], in place."""
+        turned = heads
+        if qk_norm is not None:
+            if self._norms_are_folded:
+                turned = self._norm(heads, None).mul_(qk_norm)
+            else:
+                turned = (
+                    functional.rms_norm(heads, heads.shape[-1:], None, self._sizes.eps) * qk_norm
+                )
+        pairs = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2)))
+        if heads.dtype == torch.float32:
+            torch.mul(pairs, rotation, out=torch.view_as_complex(heads.unflatten(-1, (-1, 2))))
+        else:
+            heads.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
+
+    def _step_mask(self, positions: Tensor, num_tokens: int) -> Tensor:
+        """[m * kv_heads, 1, num_tokens] 0 up to each row's position, -inf beyond."""
+        repeated = positions.repeat_interleave(self._sizes.num_kv_heads, 0).unsqueeze(1)
+        hidden = self._columns[:num_tokens] > repeated
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
+            hidden, -math.inf
+        )
+
+    def _block_mask(self, block: TokenBlock) -> Tensor:
+        """[m, 1, q, num_tokens] True where a token may look."""
+        return self._columns[: block.num_tokens] <= block.positions[:, None, :, None]
+
+    def _attend_step(
+        self, qkv: Tensor, block: TokenBlock, mask: Tensor, cache: KVCache, layer: int
+    ) -> Tensor:
+        """[m, heads * head_dim] attention of one token a row over the cache."""
+        s, m = self._sizes, qkv.shape[0]
+        query = qkv[:, : s.num_heads].reshape(m * s.num_kv_heads, -1, s.head_dim)
+        keys = cache.keys_transposed(layer, block.first_row, m, block.num_tokens)
+        scores = torch.baddbmm(mask, query, keys, alpha=self._scale)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(self._dtype)
+        values = cache.values(layer, block.first_row, m, block.num_tokens)
+        return torch.bmm(weights, values).view(m, -1)
+
+    def _attend_block(
+        self, qkv: Tensor, block: TokenBlock, mask: Tensor | None, cache: KVCache, layer: int
+    ) -> Tensor:
+        """[m * q, heads * head_dim] attention of all new tokens, causal."""
+        s, (m, q) = self._sizes, block.token_ids.shape
+        heads = qkv.view(m, q, -1, s.head_dim).transpose(1, 2)
+        query = heads[:, : s.num_heads]
+        if mask is None:  # Padding comes after the real tokens, so causality alone hides it.
+            keys, values = heads[:, s.num_heads :].tensor_split(2, dim=1)
+        else:
+            keys, values = cache.keys_and_values(layer, block.first_row, m, block.num_tokens)
+        attended = functional.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=s.num_heads != s.num_kv_heads,
+        )
+        return attended.transpose(1, 2).reshape(m * q, -1)
+
+
+def _add_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x + y @ weight.T + bias, one op without a bias."""
+    added = torch.addmm(x, y, weight.t())
+    return added if bias is None else added.add_(bias)
+
+
+def _inverse_frequencies(config: "PreTrainedConfig", head_dim: int) -> Tensor:
+    """[head_dim / 2] rotary frequencies: the default, or stretched as Llama 3.1 does.
+
+    Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between
+    interpolated; arXiv:2407.21783 and the model's reference code.
+    """
+    rope = config.rope_parameters
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope["rope_theta"] ** exponents
+    if rope.get("rope_type", "default") == "default":
+        return frequencies
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / rope["factor"])

@@ -1,0 +1,135 @@
+"""What is known of each running sequence, as numpy arrays with one row a sequence.
+
+Rows 0..num_rows-1 are in use, in the same order as the rows of the KV cache; when one leaves, the
+last ones move into the gaps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_ray.core.trajectory import StopReason
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult
+
+_SCALARS = np.dtype(
+    [
+        ("length", "i8"),  # tokens known; the cache holds one less
+        ("prompt", "i8"),
+        ("end", "i8"),  # length at which the turn is cut
+        ("seed", "u8"),
+        ("temperature", "f4"),
+        ("top_p", "f4"),
+        ("top_k", "i8"),
+        ("cache_version", "i8"),  # weights that computed its keys and values
+    ]
+)
+
+
+class RowTable:
+    """Tokens, log-probs, versions, limits and sampling settings of running sequences."""
+
+    def __init__(self, max_rows: int, max_tokens: int, stop_ids: Sequence[int]) -> None:
+        self.num_rows = 0
+        self.requests: list[GenerationRequest] = []
+        self.tokens = np.empty((max_rows, max_tokens), dtype=np.int32)
+        self._logprobs = np.empty((max_rows, max_tokens), dtype=np.float32)
+        self._versions = np.empty((max_rows, max_tokens), dtype=np.int32)
+        self._scalars = np.zeros(max_rows, dtype=_SCALARS)
+        self._stop_ids = tuple(stop_ids)
+        self._stops = np.full((max_rows, max(1, len(stop_ids))), -1, dtype=np.int32)
+
+    def column(self, name: str, first: int = 0) -> NDArray[Any]:
+        """[num_rows - first] one scalar of rows first.. in use, a view."""
+        return self._scalars[name][first : self.num_rows]
+
+    def append(self, request: GenerationRequest, end: int, version: int) -> None:
+        """Add a row that knows its prompt and is cut when it knows `end` tokens."""
+        row, sampling = self.num_rows, request.sampling
+        length = len(request.prompt_ids)
+        self.tokens[row, :length] = request.prompt_ids
+        self._scalars[row] = (
+            length,
+            length,
+            end,
+            request.seed & 0xFFFFFFFFFFFFFFFF,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            version,
+        )
+        stops = {*self._stop_ids, *sampling.stop_token_ids}
+        if len(stops) > self._stops.shape[1]:
+            wider = np.full((len(self._stops), len(stops)), -1, dtype=np.int32)
+            wider[:, : self._stops.shape[1]] = self._stops
+            self._stops = wider
+        self._stops[row] = -1
+        self._stops[row, : len(stops)] = list(stops)
+        self.requests.append(request)
+        self.num_rows += 1
+
+    def record(
+        self,
+        first: int,
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        version: int,
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Add a sampled token to each of rows first..; whether each stopped, and was cut."""
+        length = self.column("length", first)
+        rows = np.arange(first, self.num_rows)
+        self.tokens[rows, length] = tokens
+        self._logprobs[rows, length] = logprobs
+        self._versions[rows, length] = version
+        length += 1
+        is_stopped = (self._stops[first : self.num_rows] == tokens[:, None]).any(1)
+        return is_stopped, length >= self.column("end", first)
+
+    def result(self, row: int, reason: StopReason) -> GenerationResult:
+        """The turn sampled in a row so far."""
+        sampled = slice(int(self._scalars["prompt"][row]), int(self._scalars["length"][row]))
+        return GenerationResult(
+            request_id=self.requests[row].request_id,
+            token_ids=self.tokens[row, sampled].copy(),
+            logprobs=self._logprobs[row, sampled].copy(),
+            versions=self._versions[row, sampled].copy(),
+            stop_reason=reason,
+        )
+
+    def remove(self, leaving: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Drop rows; returns [k] the rows that moved from the end and [k] the gaps they filled."""
+        remaining = self.num_rows - len(leaving)
+        stays = np.ones(self.num_rows, dtype=bool)
+        stays[leaving] = False
+        movers = remaining + np.flatnonzero(stays[remaining:])
+        gaps = leaving[leaving < remaining]
+        if len(gaps):
+            longest = int(self._scalars["length"][movers].max())
+            for table in (self.tokens, self._logprobs, self._versions):
+                table[gaps, :longest] = table[movers, :longest]
+            self._scalars[gaps] = self._scalars[movers]
+            self._stops[gaps] = self._stops[movers]
+            for gap, mover in zip(gaps, movers, strict=True):
+                self.requests[gap] = self.requests[mover]
+        del self.requests[remaining:]
+        self.num_rows = remaining
+        return movers, gaps
+
+
+def failed_result(request_id: str, why: str) -> GenerationResult:
+    """What comes back for a request the engine could not serve."""
+    return GenerationResult(
+        request_id=request_id,
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        versions=np.empty(0, np.int32),
+        stop_reason=StopReason.ABORT,
+        error=f"request {request_id}: {why}",
+    )
+
+
+def aborted_result(request_id: str) -> GenerationResult:
+    """What comes back for a request that was ended before its first token."""
+    return replace(failed_result(request_id, ""), error="")

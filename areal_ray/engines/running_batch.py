@@ -1,0 +1,362 @@
+"""The sequences a generation engine is sampling now: who enters, one step for all, who leaves.
+
+Called by the torch generation engine's loop thread alone; knows no threads. Sequences sit in rows
+0..num_rows-1 of the KV cache and of plain numpy arrays; when one leaves, the last row moves into
+its place, so every tensor op reads a slice. A step costs what the longest running row costs.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from areal_ray.core.trajectory import StopReason
+from areal_ray.engines.kv_cache import CacheShape, KVCache
+from areal_ray.engines.lean_forward import TokenBlock
+from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult
+from areal_ray.engines.row_table import RowTable, failed_result
+from areal_ray.engines.sampling import SamplingRows, sample, uniforms
+
+_FEWEST_TOKENS_WORTH_COPYING = 8
+
+
+class Forward(Protocol):
+    """A model's forward pass over a KV cache; `LeanForward` and `HfForward` are such."""
+
+    cache_shape: CacheShape
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any: ...
+
+    def install(self, weights: Any) -> None: ...
+
+    def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What the running batch may use."""
+
+    max_rows: int
+    max_tokens: int
+    """Context window: prompt and sampled tokens of one sequence."""
+    max_prefill_tokens: int
+    """New prompt tokens one step computes; a single longer prompt is computed alone."""
+    max_cache_bytes: int
+    max_kept_rows: int
+
+
+class RunningBatch:
+    """Rows of running sequences over one KV cache."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        limits: BatchLimits,
+        stop_ids: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._limits = limits
+        self._device = device
+        self._token_bytes = forward.cache_shape.token_bytes(dtype)
+        self._cache = KVCache(forward.cache_shape, dtype, device)
+        self._kept = PrefixStore(
+            KVCache(forward.cache_shape, dtype, device),
+            limits.max_kept_rows,
+            limits.max_cache_bytes // 4,
+        )
+        self.version = 0
+        self.sampled_tokens = 0
+        self._rows = RowTable(limits.max_rows, limits.max_tokens, stop_ids)
+        self._sampling: SamplingRows | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Turns being sampled."""
+        return self._rows.num_rows
+
+    # -- entering -------------------------------------------------------------------------------
+
+    def admit(self, entering: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Start turns that `take` chose; returns those that end with their first token."""
+        if not entering:
+            return []
+        leaders, leader_of = _distinct_prompts(entering)
+        reused = self._reuse(leaders)
+        order = sorted(
+            range(len(leaders)),
+            key=lambda i: (reused[i][1] > 0, reused[i][1] - len(leaders[i].prompt_ids)),
+        )
+        place = {leader: position for position, leader in enumerate(order)}
+        first = self.num_rows
+        siblings = [i for i, leader in enumerate(leader_of) if entering[i] is not leaders[leader]]
+        self._cache.reserve(
+            first + len(entering),
+            max(len(r.prompt_ids) for r in entering) + 1,
+            max_rows=self._limits.max_rows,
+            max_tokens=self._limits.max_tokens,
+        )
+        in_row_order = [leaders[i] for i in order] + [entering[i] for i in siblings]
+        for request in in_row_order:
+            self._rows.append(request, self._end(request), self.version)
+        self._sampling = None
+        self._copy_reused([reused[i] for i in order], first)
+        starts = np.array([reused[i][1] for i in order], dtype=np.int64)
+        logits = self._prefill(first, starts)
+        if siblings:
+            rows_of_leaders = np.array([place[leader_of[i]] for i in siblings], dtype=np.int64)
+            self._cache.copy_rows(
+                self._cache,
+                first + rows_of_leaders,
+                first + len(order) + np.arange(len(siblings)),
+                max(len(entering[i].prompt_ids) for i in siblings),
+            )
+            everyone = np.concatenate((np.arange(len(order)), rows_of_leaders))
+            logits = logits.index_select(0, torch.from_numpy(everyone).to(self._device))
+        return self._accept(logits, first)
+
+    def take(self, waiting: deque[GenerationRequest]) -> list[GenerationRequest]:
+        """Pop what fits rows, cache bytes and one step's prefill; at least one when idle."""
+        taken: list[GenerationRequest] = []
+        longest = int(self._rows.column("end").max(initial=0))
+        new_tokens, seen = 0, set()
+        while waiting and self.num_rows + len(taken) < self._limits.max_rows:
+            request = waiting[0]
+            prompt = len(request.prompt_ids)
+            longest = max(longest, self._end(request))
+            num_rows = self.num_rows + len(taken) + 1
+            fits_bytes = num_rows * longest * self._token_bytes <= self._limits.max_cache_bytes
+            content = request.prompt_ids.tobytes()
+            cost = 0 if content in seen else prompt
+            fits_step = new_tokens + cost <= self._limits.max_prefill_tokens
+            if num_rows > 1 and not (fits_bytes and (fits_step or not taken)):
+                break
+            seen.add(content)
+            new_tokens += cost
+            taken.append(waiting.popleft())
+        return taken
+
+    def _end(self, request: GenerationRequest) -> int:
+        wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
+        return min(wanted, self._limits.max_tokens)
+
+    def _reuse(self, leaders: Sequence[GenerationRequest]) -> list[tuple[int, int, bool]]:
+        """For each prompt: row to copy from, tokens to copy, whether from a kept sequence."""
+        running: dict[str, list[int]] = {}
+        for row in np.flatnonzero(self._rows.column("cache_version") == self.version):
+            running.setdefault(self._rows.requests[row].prefix_key, []).append(int(row))
+        found = []
+        for request in leaders:
+            # The last prompt token is always computed: its logits are wanted.
+            prompt, key = request.prompt_ids[:-1], request.prefix_key
+            row, shared = self._kept.longest(key, prompt) if key else (-1, 0)
+            best = (row, shared, True)
+            for row in running.get(key, ()) if key else ():
+                cached = self._rows.tokens[row, : self._rows.column("length")[row] - 1]
+                shared = num_shared(cached, prompt)
+                if shared > best[1]:
+                    best = (row, shared, False)
+            found.append(best if best[1] >= _FEWEST_TOKENS_WORTH_COPYING else (-1, 0, False))
+        return found
+
+    def _copy_reused(self, reused: Sequence[tuple[int, int, bool]], first: int) -> None:
+        for is_kept, source in ((True, self._kept.cache), (False, self._cache)):
+            chosen = [
+                (row, first + i, shared)
+                for i, (row, shared, kept) in enumerate(reused)
+                if shared and kept is is_kept
+            ]
+            if chosen:
+                rows, targets, lengths = zip(*chosen, strict=True)
+                self._cache.copy_rows(source, np.array(rows), np.array(targets), max(lengths))
+
+    def _prefill(self, first: int, starts: NDArray[np.int64]) -> torch.Tensor:
+        """[m, vocabulary] after the known tokens of rows first.., `starts` [m] of them cached."""
+        remaining = self._rows.column("length", first)[: len(starts)] - starts
+        parts, begin = [], 0
+        while begin < len(starts):
+            end, widest = begin, 0
+            while end < len(starts):
+                widest = max(widest, int(remaining[end]))
+                is_too_big = (end + 1 - begin) * widest > self._limits.max_prefill_tokens
+                is_other_kind = (starts[end] > 0) != (starts[begin] > 0)
+                is_padding = int(remaining[end]) * 2 < widest
+                if end > begin and (is_too_big or is_other_kind or is_padding):
+                    break
+                end += 1
+            parts.append(self._compute(first + begin, starts[begin:end], remaining[begin:end]))
+            begin = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _compute(
+        self, first: int, starts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """[m, vocabulary] after tokens starts..starts+counts-1 of rows first..first+m-1."""
+        columns = np.arange(int(counts.max()))
+        positions = starts[:, None] + columns
+        is_real = columns < counts[:, None]
+        rows = first + np.arange(len(starts))[:, None]
+        tokens = self._rows.tokens[rows, np.where(is_real, positions, 0)].astype(np.int64)
+        positions = np.where(is_real, positions, self._cache.num_tokens)
+        block = TokenBlock(
+            token_ids=self._on_device(tokens),
+            positions=self._on_device(positions),
+            last=self._on_device(counts - 1) if len(columns) > 1 else None,
+            first_row=first,
+            num_tokens=int((starts + counts).max()),
+            is_fresh=not starts.any(),
+        )
+        return self._forward.logits(block, self._cache)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def decode(self) -> list[GenerationResult]:
+        """Sample one token for every running row; returns the turns that ended."""
+        if self.num_rows == 0:
+            return []
+        n = self.num_rows
+        positions = self._rows.column("length") - 1
+        num_tokens = int(positions.max()) + 1
+        if num_tokens > self._cache.num_tokens:
+            self._grow(num_tokens)
+        block = TokenBlock(
+            token_ids=self._on_device(
+                self._rows.tokens[np.arange(n), positions].astype(np.int64)[:, None]
+            ),
+            positions=self._on_device(positions[:, None]),
+            last=None,
+            first_row=0,
+            num_tokens=num_tokens,
+            is_fresh=False,
+        )
+        return self._accept(self._forward.logits(block, self._cache), 0)
+
+    def _grow(self, num_tokens: int) -> None:
+        by_bytes = self._limits.max_cache_bytes // (self._token_bytes * self._cache.num_rows)
+        self._cache.reserve(
+            self._cache.num_rows,
+            num_tokens,
+            max_rows=self._limits.max_rows,
+            max_tokens=max(num_tokens, min(self._limits.max_tokens, by_bytes)),
+        )
+
+    def _accept(self, logits: torch.Tensor, first: int) -> list[GenerationResult]:
+        """Sample for rows first..num_rows-1, record the tokens, let finished rows leave."""
+        uniform = uniforms(self._rows.column("seed", first), self._rows.column("length", first))
+        drawn, drawn_logprobs = sample(
+            logits, self._sampling_rows(first), torch.from_numpy(uniform).to(self._device)
+        )
+        tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
+        is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
+        self.sampled_tokens += len(tokens)
+        is_broken = ~np.isfinite(logprobs)
+        leaving = first + np.flatnonzero(is_stopped | is_cut | is_broken)
+        if not len(leaving):
+            return []
+        finished, ended = [], []
+        for row in leaving:
+            if is_broken[row - first]:
+                request_id = self._rows.requests[row].request_id
+                finished.append(failed_result(request_id, _NOT_FINITE.format(self.version)))
+                self._cache.clear_row(int(row))
+            else:
+                reason = StopReason.STOP if is_stopped[row - first] else StopReason.LENGTH
+                finished.append(self._rows.result(row, reason))
+                ended.append(row)
+        self._keep(ended)
+        self._remove(leaving)
+        return finished
+
+    def _sampling_rows(self, first: int) -> SamplingRows:
+        if first == 0 and self._sampling is not None:
+            return self._sampling
+        settings = [self._rows.column(name, first) for name in ("temperature", "top_p", "top_k")]
+        made = SamplingRows.of(*settings, self._device)
+        if first == 0:
+            self._sampling = made
+        return made
+
+    def _on_device(self, values: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    # -- leaving --------------------------------------------------------------------------------
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        """Keep the ended sequences that have a key and were computed under one version."""
+        lengths, versions = self._rows.column("length"), self._rows.column("cache_version")
+        ended = []
+        for row in rows:
+            key = self._rows.requests[row].prefix_key
+            if key and versions[row] == self.version:
+                tokens = self._rows.tokens[row, : lengths[row] - 1].copy()
+                ended.append(Ended(key, tokens, int(row)))
+        if ended:
+            self._kept.keep(ended, self._cache)
+
+    def _remove(self, leaving: NDArray[np.int64]) -> None:
+        movers, gaps = self._rows.remove(leaving)
+        if len(gaps):
+            longest = int(self._rows.column("length")[gaps].max()) - 1
+            self._cache.copy_rows(self._cache, movers, gaps, longest)
+        self._sampling = None
+
+    def abort(self, request_ids: Collection[str]) -> list[GenerationResult]:
+        """End these turns, with what was sampled so far; unknown ids are ignored."""
+        requests = self._rows.requests
+        rows = [row for row in range(self.num_rows) if requests[row].request_id in request_ids]
+        aborted = [self._rows.result(row, StopReason.ABORT) for row in rows]
+        if rows:
+            self._remove(np.array(rows, dtype=np.int64))
+        return aborted
+
+    def running_ids(self) -> list[str]:
+        """Ids of the turns being sampled."""
+        return [request.request_id for request in self._rows.requests]
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def change_weights(self, weights: Any, version: int, *, recompute: bool) -> None:
+        """Sample from these weights from the next step on; kept sequences are forgotten.
+
+        With `recompute` the keys and values of running rows are computed anew, so that the next
+        token's distribution is exactly that of the new weights; else they stay as they are.
+        """
+        self._forward.install(weights)
+        self.version = version
+        self._kept.clear()
+        if recompute and self.num_rows:
+            length = self._rows.column("length")
+            length -= 1  # the last token is the next step's input
+            self._prefill(0, np.zeros(self.num_rows, dtype=np.int64))
+            length += 1
+            self._rows.column("cache_version")[:] = version
+
+
+_NOT_FINITE = (
+    "version {} of the weights gave logits that are not finite; the training step that made them "
+    "diverged. Lower the learning rate or resume from an earlier checkpoint."
+)
+
+
+def _distinct_prompts(
+    entering: Sequence[GenerationRequest],
+) -> tuple[list[GenerationRequest], list[int]]:
+    """The first request of each distinct prompt, and for every request the index of that first."""
+    leaders: list[GenerationRequest] = []
+    index: dict[bytes, int] = {}
+    leader_of = []
+    for request in entering:
+        content = request.prompt_ids.tobytes()
+        if content not in index:
+            index[content] = len(leaders)
+            leaders.append(request)
+        leader_of.append(index[content])
+    return leaders, leader_of

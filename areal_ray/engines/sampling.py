@@ -1,0 +1,139 @@
+"""One token for each row of logits, with the log-prob the learner will compare against.
+
+Called by the torch generation engine once per step. The recorded log-prob is that of the FULL
+softmax at the sampling temperature: top-p and top-k decide which token may be drawn and do not
+renormalise what is recorded. The learner does the same, so that on unchanged weights its ratio to
+the behaviour policy is exactly 1.
+
+Each draw takes one uniform number that depends on nothing but the request's seed and the token's
+position, so a request's tokens do not depend on what else is in the batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+# 23 bits: the largest value times any float32 sum is below that sum even after rounding, so a
+# draw never falls off the end of the cumulative distribution.
+_BITS = np.uint64(64 - 23)
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[n] numbers in [0, 1), a pure function of (seed, position).
+
+    A counter hash: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), applied to
+    the seed and then to seed plus position.
+    """
+    return (_mix(_mix(seeds) + positions.astype(np.uint64)) >> _BITS).astype(
+        np.float32
+    ) * np.float32(2.0**-23)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mixed = (values + np.uint64(1)) * _GOLDEN  # unsigned arithmetic wraps, as it should
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of a batch is sampled, sorted once for as long as the rows stay the same."""
+
+    inverse_temperature: torch.Tensor | None
+    """[n, 1]; 1 for greedy rows; None where all are 1."""
+    greedy: torch.Tensor | None
+    """[g] indices of rows at temperature 0."""
+    filtered: torch.Tensor | None
+    """[f] indices of rows with top-p or top-k."""
+    top_p: torch.Tensor | None
+    """[f, 1]"""
+    top_k: torch.Tensor | None
+    """[f, 1], the vocabulary size where off."""
+
+    @classmethod
+    def of(
+        cls,
+        temperature: NDArray[np.float32],
+        top_p: NDArray[np.float32],
+        top_k: NDArray[np.int64],
+        device: torch.device,
+    ) -> "SamplingRows":
+        """Sort rows [n] by what has to be done to their logits."""
+        is_greedy = temperature == 0.0
+        inverse = np.where(is_greedy, 1.0, 1.0 / np.where(is_greedy, 1.0, temperature))
+        is_filtered = ((top_p < 1.0) | (top_k > 0)) & ~is_greedy
+
+        def on_device(values: NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        filtered = np.flatnonzero(is_filtered)
+        some = len(filtered) > 0
+        off = np.where(top_k > 0, top_k, np.iinfo(np.int64).max)
+        return cls(
+            inverse_temperature=None
+            if (inverse == 1.0).all()
+            else on_device(inverse.astype(np.float32)[:, None]),
+            greedy=on_device(np.flatnonzero(is_greedy)) if is_greedy.any() else None,
+            filtered=on_device(filtered) if some else None,
+            top_p=on_device(top_p[filtered, None].astype(np.float32)) if some else None,
+            top_k=on_device(off[filtered, None]) if some else None,
+        )
+
+
+def sample(
+    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token for each row by inverting its cumulative distribution.
+
+    Args:
+        logits: [n, vocabulary]; overwritten where a temperature is not 1.
+        rows: What `SamplingRows.of` made for these rows.
+        uniform: [n] float32 in [0, 1), see `uniforms`.
+
+    Returns:
+        [n] int64 token ids and [n] float32 log-probs: log_softmax(logits / temperature) of the
+        drawn token, over the whole vocabulary; at temperature 1 for greedy rows.
+    """
+    if logits.dtype != torch.float32:
+        logits = logits.float()
+    if rows.inverse_temperature is not None:
+        logits = logits * rows.inverse_temperature
+    probabilities = torch.softmax(logits, -1)
+    cumulative = torch.cumsum(probabilities, -1)
+    target = uniform.unsqueeze(1) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    if rows.filtered is not None:
+        tokens[rows.filtered] = _sample_filtered(probabilities[rows.filtered], rows, uniform)
+    if rows.greedy is not None:
+        tokens[rows.greedy] = logits[rows.greedy].argmax(-1, keepdim=True)
+    # Non-finite logits leave an index past the end; the caller sees a log-prob that is not finite.
+    tokens.clamp_(max=logits.shape[1] - 1)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).log_().squeeze(1)
+
+
+def _sample_filtered(
+    probabilities: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor
+) -> torch.Tensor:
+    """[f, 1] tokens drawn from the smallest set of likely tokens that top-p and top-k allow."""
+    assert rows.filtered is not None
+    assert rows.top_p is not None
+    assert rows.top_k is not None
+    largest_k = min(int(rows.top_k.max()), probabilities.shape[1])
+    if largest_k < probabilities.shape[1]:
+        likely, order = torch.topk(probabilities, largest_k, dim=-1)
+    else:
+        likely, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    cumulative = torch.cumsum(likely, -1)
+    # A token stays while the mass before it is below top_p; the most likely one always does.
+    before = torch.cat((torch.zeros_like(cumulative[:, :1]), cumulative[:, :-1]), -1)
+    num_kept = (before < rows.top_p).sum(-1, keepdim=True)
+    num_kept = torch.minimum(num_kept, rows.top_k).clamp_(min=1)
+    mass = cumulative.gather(1, num_kept - 1)
+    drawn = torch.searchsorted(cumulative, uniform[rows.filtered].unsqueeze(1) * mass, right=True)
+    return order.gather(1, torch.minimum(drawn, num_kept - 1))

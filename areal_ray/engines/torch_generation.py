@@ -1,0 +1,390 @@
+"""The embedded generation engine: continuous batching of any Hugging Face decoder-only model.
+
+Owned by a rollout actor (or a test). One loop thread computes; every public method may be called
+from any thread. One turn of the loop is an engine step: apply aborts and a weight swap, admit
+waiting turns, sample one token for every running row, report the turns that ended.
+
+The loop waits for: a request, an abort, a swap, `resume` or `close`; unblocked by each of these.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_ray.engines.hf_forward import HfForward
+from areal_ray.engines.lean_forward import LeanForward, why_not_lean
+from areal_ray.engines.model_files import (
+    check_tensors,
+    load_config,
+    load_tensors,
+    model_folder,
+    stop_token_ids,
+)
+from areal_ray.engines.protocols import (
+    EngineHealth,
+    GenerationRequest,
+    GenerationResult,
+    OnWeightUpdate,
+)
+from areal_ray.engines.row_table import aborted_result, failed_result
+from areal_ray.engines.running_batch import BatchLimits, Forward, RunningBatch
+from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from areal_ray.errors import EngineError
+
+_CLOSE_DEADLINE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Swap:
+    """A weight swap on its way to the loop thread."""
+
+    weights: Any
+    version: int
+    policy: OnWeightUpdate
+    done: threading.Event = field(default_factory=threading.Event)
+    idle_s: float = 0.0
+
+
+class TorchGenerationEngine:
+    """A `GenerationEngine` on torch; see `protocols.GenerationEngine` for the verbs."""
+
+    def __init__(
+        self, model_path: str | Path, config: TorchGenerationConfig, *, version: int = 0
+    ) -> None:
+        """Load a model; `version` is what its weights are stamped with.
+
+        Raises:
+            DataError: The model folder cannot be used.
+            EngineError: The model is not one this engine can run.
+        """
+        self._config = config
+        folder = model_folder(model_path)
+        model_config = load_config(folder)
+        device = _device(config.device)
+        dtype = _dtype(config.dtype, device, model_config)
+        self._forward = _load_forward(folder, model_config, config.forward, dtype, device)
+        self._vocab_size = int(model_config.vocab_size)
+        self._window = _window(config.max_context_tokens, model_config)
+        self._batch = RunningBatch(
+            self._forward,
+            BatchLimits(
+                config.max_slots,
+                self._window,
+                config.max_prefill_tokens_per_step,
+                config.kv_cache_bytes,
+                config.kept_sequences,
+            ),
+            stop_token_ids(folder),
+            dtype,
+            device,
+        )
+        self._batch.version = version
+        self._changed = threading.Condition()
+        # Shared with the loop thread, under `_changed`:
+        self._waiting: deque[GenerationRequest] = deque()
+        self._unserved: list[GenerationResult] = []
+        self._to_abort: set[str] = set()
+        self._swap: _Swap | None = None
+        self._is_paused = False
+        self._is_stepping = False
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._on_results: Callable[[list[GenerationResult]], None] = _ignore
+        self._swap_turn = threading.Lock()
+        # Written by the loop thread alone:
+        self._busy_s = 0.0
+        self._idle_for_swap_s = 0.0
+
+    # -- the verbs ------------------------------------------------------------------------------
+
+    def start(self, on_results: Callable[[list[GenerationResult]], None]) -> None:
+        """Begin serving; `on_results` is called on the loop thread, once per engine step."""
+        if self._thread is not None:
+            raise EngineError("torch generation engine: start was called twice; call it once.")
+        self._on_results = on_results
+        self._thread = threading.Thread(target=self._run, name="torch-generation", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue turns. A bad request comes back through `on_results` with its error.
+
+        Raises:
+            EngineError: The engine has failed or is closed; it takes no more work.
+        """
+        sound, bad = [], []
+        for request in requests:
+            why = self._why_bad(request)
+            if why:
+                bad.append(failed_result(request.request_id, why))
+            else:
+                sound.append(request)
+        with self._changed:
+            self._raise_if_over()
+            self._waiting.extend(sound)
+            self._unserved.extend(bad)
+            self._changed.notify_all()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End turns now; ids that are not running or waiting are ignored."""
+        with self._changed:
+            self._to_abort.update(request_ids)
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Stop between two decode steps; returns when the engine stands still."""
+        with self._changed:
+            self._is_paused = True
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(lambda: not self._is_stepping)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of each tensor `swap` expects; a tied head appears once."""
+        return self._forward.weight_shapes()
+
+    def swap(
+        self, tensors: Mapping[str, torch.Tensor], version: int, policy: OnWeightUpdate
+    ) -> float:
+        """Load weights between two decode steps; seconds the engine stood still.
+
+        Tensors are checked and copied before the engine stops, so its pause is the exchange alone
+        (with `recompute`, also the running turns' keys and values). With `keep` the running turns
+        go on over keys and values of older weights; with `drain` they end first while new ones
+        wait. Ended sequences kept for later turns are forgotten under every policy, so that a turn
+        which starts after the swap is wholly of the new version.
+
+        Raises:
+            EngineError: A tensor is missing, extra or of a wrong shape, or the engine is over.
+        """
+        if threading.current_thread() is self._thread:
+            raise EngineError("torch generation engine: swap was called from on_results.")
+        with self._swap_turn, torch.inference_mode():
+            check_tensors(self.weight_shapes(), tensors)
+            swap = _Swap(self._forward.prepare(tensors), version, policy)
+            with self._changed:
+                self._raise_if_over()
+                if self._thread is None:
+                    self._apply(swap)
+                    return swap.idle_s
+                self._swap = swap
+                self._changed.notify_all()
+            swap.done.wait()
+            with self._changed:
+                if self._batch.version != version:
+                    self._raise_if_over()
+            return swap.idle_s
+
+    def health(self) -> EngineHealth:
+        """What it is doing now.
+
+        Raises:
+            EngineError: The loop has failed; says why.
+        """
+        with self._changed:
+            if self._failure is not None:
+                self._raise_if_over()
+            return EngineHealth(
+                version=self._batch.version,
+                num_running=self._batch.num_rows,
+                num_waiting=len(self._waiting),
+                sampled_tokens=self._batch.sampled_tokens,
+                busy_s=self._busy_s,
+                idle_for_swap_s=self._idle_for_swap_s,
+            )
+
+    def close(self) -> None:
+        """Stop the loop after its current step; unfinished turns come back as aborted."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_DEADLINE_S)
+
+    # -- the loop thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._config.num_threads)
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._step()
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _wait_for_work(self) -> bool:
+        """Block without using CPU until there is something to do; False = closed."""
+        with self._changed:
+            self._is_stepping = False
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_work)
+            self._is_stepping = not self._is_closed
+            return not self._is_closed
+
+    def _has_work(self) -> bool:
+        if self._is_closed or self._to_abort or self._unserved:
+            return True
+        if self._swap is not None and self._may_swap(self._swap):
+            return True
+        has_turns = self._batch.num_rows > 0 or (bool(self._waiting) and self._swap is None)
+        return has_turns and not self._is_paused
+
+    def _may_swap(self, swap: _Swap) -> bool:
+        return swap.policy != "drain" or self._batch.num_rows == 0
+
+    def _step(self) -> None:
+        """One engine step; at most one call of `on_results`."""
+        begin = time.perf_counter()
+        with self._changed:
+            finished, self._unserved = self._unserved, []
+            finished += self._abort_requested()
+            swap, is_paused = self._swap, self._is_paused
+        if swap is not None and self._may_swap(swap):
+            self._apply(swap)
+            with self._changed:
+                self._swap = swap = None
+        if not is_paused:
+            if swap is None:
+                finished += self._admit()
+            finished += self._batch.decode()
+        self._busy_s += time.perf_counter() - begin
+        if finished:
+            self._on_results(finished)
+
+    def _admit(self) -> list[GenerationResult]:
+        with self._changed:
+            entering = self._batch.take(self._waiting)
+        return self._batch.admit(entering)
+
+    def _abort_requested(self) -> list[GenerationResult]:
+        if not self._to_abort:
+            return []
+        wanted, self._to_abort = self._to_abort, set()
+        unstarted = [r for r in self._waiting if r.request_id in wanted]
+        self._waiting = deque(r for r in self._waiting if r.request_id not in wanted)
+        aborted = [aborted_result(request.request_id) for request in unstarted]
+        return aborted + self._batch.abort(wanted)
+
+    def _apply(self, swap: _Swap) -> None:
+        begin = time.perf_counter()
+        self._batch.change_weights(swap.weights, swap.version, recompute=swap.policy == "recompute")
+        swap.idle_s = time.perf_counter() - begin
+        self._idle_for_swap_s += swap.idle_s
+        swap.done.set()
+
+    def _end(self, failure: Exception | None) -> None:
+        """Hand everything back: as aborted when closed, with the cause when the loop failed."""
+        with self._changed:
+            self._failure = failure
+            self._is_closed = True
+            self._is_stepping = False
+            finished, self._unserved = self._unserved, []
+            waiting, self._waiting = list(self._waiting), deque()
+            swap, self._swap = self._swap, None
+            self._changed.notify_all()
+        running = self._batch.running_ids()
+        if failure is None:
+            finished += self._batch.abort(set(running))
+            finished += [aborted_result(request.request_id) for request in waiting]
+        else:
+            unfinished = running + [request.request_id for request in waiting]
+            why = f"the engine stopped: {type(failure).__name__}: {failure}"
+            finished += [failed_result(request_id, why) for request_id in unfinished]
+        if swap is not None:
+            swap.done.set()
+        if finished:
+            self._on_results(finished)
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _why_bad(self, request: GenerationRequest) -> str:
+        prompt = request.prompt_ids
+        if len(prompt) == 0:
+            return "the prompt is empty; it must hold at least one token."
+        if len(prompt) >= self._window:
+            return (
+                f"the prompt has {len(prompt)} tokens, the context window {self._window}; it must "
+                "leave room for one token. Shorten it or raise max_context_tokens."
+            )
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= self._vocab_size:
+            return (
+                f"token ids are {low}..{high}, must be in 0..{self._vocab_size - 1}. "
+                "Use the tokenizer of the model."
+            )
+        return ""
+
+    def _raise_if_over(self) -> None:
+        if self._failure is not None:
+            raise EngineError(
+                f"torch generation engine: the loop stopped: {type(self._failure).__name__}: "
+                f"{self._failure}. Start a new engine."
+            ) from self._failure
+        if self._is_closed:
+            raise EngineError("torch generation engine: it is closed. Start a new engine.")
+
+
+def _ignore(results: list[GenerationResult]) -> None:
+    del results
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    if device.type == "cpu":
+        return torch.float32
+    return model_config.dtype or torch.bfloat16
+
+
+def _window(wanted: int, model_config: Any) -> int:
+    """Context window in tokens. A sliding window is not slid: sequences end at its size."""
+    allowed = int(getattr(model_config, "max_position_embeddings", 0) or 8192)
+    kinds = getattr(model_config, "layer_types", None)
+    sliding = getattr(model_config, "sliding_window", None)
+    if sliding and (kinds is None or "sliding_attention" in kinds):
+        allowed = min(allowed, int(sliding))
+    if wanted > allowed:
+        raise EngineError(
+            f"max_context_tokens: is {wanted}, the model allows {allowed}; it must not exceed "
+            "that. Lower it, or set 0 for what the model allows."
+        )
+    return wanted or min(allowed, 8192)
+
+
+def _load_forward(
+    folder: Path, model_config: Any, which: str, dtype: torch.dtype, device: torch.device
+) -> Forward:
+    lacking = why_not_lean(model_config)
+    if which == "lean" and lacking:
+        raise EngineError(
+            f"engine.forward: is lean, but the model has {lacking}, which that forward lacks. "
+            "Set forward: auto."
+        )
+    if which == "hf" or lacking:
+        return HfForward(folder, model_config, dtype, device)
+    forward = LeanForward(model_config, dtype, device)
+    tensors = load_tensors(folder, model_config)
+    check_tensors(forward.weight_shapes(), tensors)
+    with torch.inference_mode():
+        forward.install(forward.prepare(tensors))
+    return forward
