@@ -40,6 +40,7 @@ class Records:
         admission: AdmissionConfig | None,
         ledger: Ledger | None,
         write_event: Callable[[str], None],
+        write_status: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._log = log
         self._progress = progress
@@ -47,6 +48,8 @@ class Records:
         self._admission = admission
         self._ledger = ledger
         self._write_event = write_event
+        self._write_status = write_status
+        self._shown: dict[str, Any] = {}
         self._window = MetricWindow(METRICS)
         self._cpu_s = time.process_time()
         self._row_at = time.monotonic()
@@ -93,8 +96,10 @@ class Records:
         self.event(text)
 
     def status(self, counts: Mapping[str, int]) -> None:
-        """What goes on now."""
-        self._progress.on_status(StatusView(waits=self._waits.by_role(), counts=counts))
+        """What goes on now: for the display, and for `areal-ray status` beside the run."""
+        view = StatusView(waits=self._waits.by_role(), counts=counts)
+        self._progress.on_status(view)
+        self._write_status({**self._shown, "waits": dict(view.waits), "counts": dict(counts)})
 
     def fleet(self, reading: FleetReading | None) -> None:
         """How the rollout fleet stands; the row of the step takes the difference."""
@@ -131,6 +136,7 @@ class Records:
         self._add_ledger()
         row = self._close_row(step, report.version, now)
         bound = self._bound()
+        self._shown = {"step": step, "version": report.version, "reward": row.get("reward/mean")}
         self._progress.on_step(
             StepView(
                 step=step,
@@ -152,6 +158,7 @@ class Records:
         """A supervised step is done."""
         self._add_stats(stats)
         row = self._close_row(step, 0, time.monotonic())
+        self._shown = {"step": step, "loss": row.get("learner/loss")}
         self._progress.on_step(
             StepView(step=step, version=0, step_s=row["time/step_s"], loss=row.get("learner/loss"))
         )
@@ -248,6 +255,14 @@ class Records:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.staleness = Counter({int(k): n for k, n in state["staleness"].items()})
+
+    def end_facts(self) -> dict[str, Any]:
+        """What the run's summary needs beside its rows."""
+        return {
+            "staleness_histogram": dict(self.staleness),
+            "ledger": self.ledger_summary(),
+            "replaced": tuple(self.replaced),
+        }
 
     def close(self) -> None:
         """Make sure that rows stay."""

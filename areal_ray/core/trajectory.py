@@ -186,7 +186,10 @@ def decode_group(buffer: bytes | memoryview) -> Group:
     _, deflated, head_length, body_length = _HEADER.unpack_from(buffer)
     body = memoryview(buffer)[_HEADER.size :]
     if deflated:
-        body = memoryview(zlib.decompress(body))
+        try:
+            body = memoryview(zlib.decompress(body))
+        except zlib.error as error:
+            raise ValueError(f"encoded group is damaged or cut short: {error}") from error
     if len(body) != body_length:
         raise ValueError(f"encoded group has {len(body)} bytes, its header says {body_length}")
     head = json.loads(bytes(body[:head_length]))

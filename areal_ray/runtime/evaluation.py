@@ -58,13 +58,26 @@ class EvaluationService:
         config: EvaluationConfig,
         tasks: Sequence[Task],
         *,
-        replica: ActorHandle,
+        replica: ActorHandle | None,
         agents: Fleet,
         rewards: Fleet,
-        sync: SyncService,
+        sync: SyncService | None,
         first_version: int,
         seed: int,
     ) -> None:
+        """Score `tasks` with `agents`.
+
+        Args:
+            config: What to evaluate and when.
+            tasks: Held-out ones.
+            replica: The rollout actor that the agents use, to be brought to each pinned version;
+                null where there is one version only.
+            agents: Agent actors of its own.
+            rewards: Reward actors, shared with training.
+            sync: Where committed versions come from; null where there is one version only.
+            first_version: What the replica was loaded with.
+            seed: Of the run.
+        """
         self._config = config
         self._tasks = list(tasks)
         self._replica = replica
@@ -84,6 +97,7 @@ class EvaluationService:
 
     async def pin(self, step: int) -> None:
         """Queue the version that is committed now; its weights are kept until it was scored."""
+        assert self._sync is not None, "without training there is only one version"
         await self._waiting.put(Pinned(step, await self._sync.committed()))
 
     async def finish(self) -> None:
@@ -124,7 +138,7 @@ class EvaluationService:
         )
 
     async def _serve(self, committed: CommittedWeights) -> None:
-        if committed.version == self._served:
+        if committed.version == self._served or self._replica is None:
             return
         assert committed.plan is not None, "a version above the first always has a snapshot"
         name = "evaluation replica"

@@ -33,22 +33,26 @@ class Seat:
 
 def spawn(
     cls: type,
-    *args: Any,
+    arguments: Mapping[str, Any],
+    *,
     name: str,
     seat: Seat,
     restarts: int = 0,
     max_concurrency: int | None = None,
-    **kwargs: Any,
 ) -> ActorHandle:
     """Start one actor of the plain class `cls`.
 
     Args:
+        cls: Any class; the methods that others await are coroutines.
+        arguments: Of its constructor, by name.
         name: Shown by Ray's own tools; unique in a run.
+        seat: Where it sits.
         restarts: -1 = for ever. Only for classes whose state comes from the constructor alone,
             since that is all a restart runs again.
         max_concurrency: Calls at once; null = Ray's default for the class (1, or 1000 if async).
     """
     options: dict[str, Any] = {
+        "name": name,
         "num_cpus": seat.num_cpus,
         "num_gpus": seat.num_gpus,
         "max_restarts": restarts,
@@ -58,7 +62,7 @@ def spawn(
     }
     if max_concurrency is not None:
         options["max_concurrency"] = max_concurrency
-    return ray.remote(cls).options(**options).remote(*args, **kwargs)
+    return ray.remote(cls).options(**options).remote(**arguments)
 
 
 async def call(name: str, result: Awaitable[Any]) -> Any:
@@ -94,6 +98,8 @@ def explained(name: str, error: RayTaskError) -> ArealRayError:
 def reason_of_death(error: BaseException) -> str:
     """One line out of Ray's account of a death."""
     text = str(error)
+    if "creation task" in text:  # the constructor raised: its last line says what
+        return [line.strip() for line in text.splitlines() if line.strip()][-1][:300]
     if "OutOfMemory" in text or "memory monitor" in text:
         return "out of memory"
     for marker in ("exit type:", "Worker exit type:", "Worker exit detail:", "error_message"):

@@ -1,0 +1,341 @@
+"""launch: starts a run in the background and hands out a RunHandle; what every front end calls.
+
+The run lives in a thread of its own with its own event loop, so a notebook cell returns at once and
+the command line can watch for Ctrl-C. Whatever the end, the actors are gone, the summary and the
+report are written, and the outcome is one of finished, stopped or failed.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_ray.assembly import ActorGraph, StartPoint, ledger_of
+from areal_ray.core.ledger import Ledger
+from areal_ray.driver import fit, train
+from areal_ray.errors import ActorLost, ArealRayError
+from areal_ray.prepare import MODEL_FOLDER, begin_at, make_model
+from areal_ray.recipe import Recipe, load_recipe
+from areal_ray.records import Records, event_writer
+from areal_ray.run import LearnerRun, Run, SftRun
+from areal_ray.run_folder import RunFolder, RunStatus, read_status
+from areal_ray.runtime.cluster import Connection, connect
+from areal_ray.telemetry.log import set_up_logging
+from areal_ray.telemetry.plot import plot
+from areal_ray.telemetry.progress import Progress, open_progress
+from areal_ray.telemetry.report import write_report
+from areal_ray.telemetry.rows import read_rows
+from areal_ray.telemetry.sinks import METRICS_FILE, MetricLog, Sink, open_metric_log
+from areal_ray.telemetry.summary import (
+    RunEnd,
+    RunOutcome,
+    Summary,
+    summarize,
+    write_summary,
+)
+from areal_ray.telemetry.views import Header
+from areal_ray.telemetry.waits import WaitBoard
+
+_log = logging.getLogger(__name__)
+
+
+def launch(
+    recipe: Recipe | Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> "RunHandle":
+    """Start a run and return at once.
+
+    Args:
+        recipe: A recipe, or the file it is in.
+        overrides: `key=value`, as on the command line.
+        resume: Go on from the last checkpoint in the run's folder.
+        overwrite: Forget an earlier run in that folder.
+        progress: Where to show what happens; by default as telemetry.console says.
+
+    Raises:
+        RecipeError: The recipe, or a file it names, is wrong; nothing was started.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, overrides)
+    session = Session(recipe, resume=resume, overwrite=overwrite, progress=progress)
+    handle = RunHandle(session)
+    handle.start()
+    return handle
+
+
+class RunHandle:
+    """A run that goes on in the background."""
+
+    def __init__(self, session: "Session") -> None:
+        self.recipe = session.recipe
+        self.folder = session.recipe.folder
+        self._session = session
+        self._summary: Summary | None = None
+        self._thread = threading.Thread(target=self._work, name="areal-ray", daemon=True)
+
+    def start(self) -> None:
+        """Begin; called once, by `launch`."""
+        self._thread.start()
+
+    def status(self) -> RunStatus:
+        """Whether it runs, the step it is at, and what each role waits for."""
+        return read_status(self.folder)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every row written so far."""
+        return read_rows(self.folder / METRICS_FILE)
+
+    def plot(self) -> str:
+        """Reward (or loss) and held-out accuracy by step, drawn as text."""
+        rows = self.metrics()
+        curves = {}
+        for name in ("reward/mean", "learner/loss", "eval/accuracy_fraction"):
+            curves[name] = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        if curves["reward/mean"]:
+            del curves["learner/loss"]
+        drawn = [[name, *plot(c, width=60, height=8)] for name, c in curves.items() if c]
+        return "\n".join(line for lines in drawn for line in lines)
+
+    def wait(self, timeout_s: float | None = None) -> Summary:
+        """Wait for the end; the summary.
+
+        Raises:
+            TimeoutError: It goes on.
+            ArealRayError: What the run failed with.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"run {self.recipe.run_name} goes on after {timeout_s} s")
+        if self._session.error is not None:
+            raise self._session.error
+        assert self._summary is not None
+        return self._summary
+
+    def stop(self) -> None:
+        """Ask the run to end; `wait` returns soon after."""
+        self._session.stop()
+
+    def _work(self) -> None:
+        self._summary = self._session.run()
+
+
+class Session:
+    """One run from its connection to its report."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        progress: Progress | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        connection: Connection | None = None,
+    ) -> None:
+        """Claim the run's folder.
+
+        Args:
+            recipe: What to run.
+            progress: Where to show it; by default as telemetry.console says.
+            resume: Go on from the last checkpoint.
+            overwrite: Forget an earlier run in that folder.
+            connection: A cluster to use and leave connected.
+
+        Raises:
+            RecipeError: The folder holds another run, or one that is going on.
+        """
+        self.recipe = recipe
+        self._folder = RunFolder.claim(
+            recipe.folder, recipe.to_yaml(), resume=resume, overwrite=overwrite
+        )
+        self.error: BaseException | None = None
+        self._progress = progress or open_progress(recipe.telemetry)
+        self._resume = resume
+        self._connection = connection
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._stop_asked = False
+        self._began = time.monotonic()
+        self._waits = WaitBoard()
+        self._records: Records | None = None
+        self._state: LearnerRun | None = None
+
+    def stop(self) -> None:
+        """End soon; may be called from any thread, at any time."""
+        self._stop_asked = True
+        if self._loop is not None and self._stopping is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def run(self) -> Summary:
+        """To the end, whatever it is; `error` is what it failed with."""
+        recipe, is_mine = self.recipe, self._connection is None
+        set_up_logging(recipe.folder, run=recipe.run_name)
+        outcome: RunOutcome = "failed"
+        try:
+            if self._connection is None:
+                self._connection = connect(recipe.cluster, recipe.scheduler, recipe.deadlines)
+            make_model(recipe, self._train_first)
+            asyncio.run(self._run_loops(self._connection))
+            outcome = "stopped" if self._stop_asked else "finished"
+        except BaseException as error:
+            self.error = root_cause(error)
+            if not isinstance(self.error, ArealRayError):
+                _log.error("%s", "".join(traceback.format_exception(self.error)))
+        finally:
+            if is_mine and self._connection is not None:
+                self._connection.close()
+        try:
+            return self._conclude(outcome)
+        finally:
+            self._folder.release()
+
+    def _train_first(self, other: Recipe) -> None:
+        """Run the recipe that makes this one's model, on the same cluster."""
+        self._progress.on_event(f"{self.recipe.model_path} is missing: training {other.run_name}")
+        before = Session(other, overwrite=True, connection=self._connection)
+        before.run()
+        if before.error is not None:
+            raise before.error
+
+    async def _run_loops(self, connection: Connection) -> None:
+        recipe = self.recipe
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        if self._stop_asked:
+            return
+        begin = begin_at(recipe, resume=self._resume)
+        graph = ActorGraph(recipe, connection, begin)
+        try:
+            if recipe.kind == "rl":
+                await self._rl(graph, begin)
+            else:
+                await self._sft(graph, begin)
+        finally:
+            graph.close()
+
+    async def _rl(self, graph: ActorGraph, begin: StartPoint) -> None:
+        ledger, journal = ledger_of(self.recipe)
+        records = self._open_records(begin, ledger)
+        run: Run = await graph.start_rl(records, self._waits, ledger)
+        self._begin(run, begin)
+        try:
+            await train(run)
+            await self._save_model(run)
+        finally:
+            journal.close()
+
+    async def _sft(self, graph: ActorGraph, begin: StartPoint) -> None:
+        records = self._open_records(begin, None)
+        run: SftRun = await graph.start_sft(records, self._waits)
+        self._begin(run, begin)
+        await fit(run)
+        await self._save_model(run)
+
+    def _open_records(self, begin: StartPoint, ledger: Ledger | None) -> Records:
+        recipe = self.recipe
+        sinks: list[Sink] = []
+        if recipe.telemetry.ray_metrics:
+            from areal_ray.runtime.ray_metrics import RayMetricsSink
+
+            sinks.append(RayMetricsSink(recipe.run_name))
+        log: MetricLog = open_metric_log(
+            recipe.folder,
+            recipe.telemetry,
+            resume_step=begin.step if begin.checkpoint else None,
+            extra_sinks=sinks,
+        )
+        self._records = Records(
+            log=log,
+            progress=self._progress,
+            waits=self._waits,
+            admission=recipe.admission,
+            ledger=ledger,
+            write_event=event_writer(recipe.folder),
+            write_status=self._folder.write_status,
+        )
+        return self._records
+
+    def _begin(self, run: LearnerRun, begin: StartPoint) -> None:
+        assert self._stopping is not None
+        run.stopping = self._stopping
+        self._state = run
+        self._progress.start(
+            Header(
+                name=self.recipe.run_name,
+                kind=self.recipe.kind,
+                total_steps=run.steps,
+                first_step=run.step,
+                folder=str(self.recipe.folder),
+                facts=_facts(self.recipe, begin),
+            )
+        )
+
+    async def _save_model(self, run: LearnerRun) -> None:
+        """The final weights as a Hugging Face checkpoint, written beside and then renamed."""
+        if self._stop_asked:
+            await run.checkpoints.save(run)
+            return
+        await run.checkpoints.export(self.recipe.folder / MODEL_FOLDER)
+
+    def _conclude(self, outcome: RunOutcome) -> Summary:
+        """Summary and report, for a run that never began too."""
+        recipe, records, state = self.recipe, self._records, self._state
+        if records is not None:
+            records.close()
+        bound = recipe.admission.max_head_offpolicyness if recipe.admission else None
+        end = RunEnd(
+            name=recipe.run_name,
+            kind=recipe.kind,
+            outcome=outcome,
+            planned_steps=state.steps if state else recipe.steps,
+            version=state.version if state else 0,
+            wall_s=round(time.monotonic() - self._began, 3),
+            seed=recipe.seed,
+            failure=failure_text(self.error),
+            staleness_bound=bound if isinstance(bound, int) else None,
+            **(records.end_facts() if records else {}),
+        )
+        summary = summarize(recipe.folder, end)
+        write_summary(recipe.folder, summary)
+        report = write_report(recipe.folder) if state is not None else None
+        self._progress.stop(summary, report)
+        return summary
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The exception that ended a run, out of the groups that asyncio wraps around it."""
+    while isinstance(error, BaseExceptionGroup):
+        causes = [e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)]
+        # A failure that names its reason beats the deaths that followed from it.
+        causes.sort(key=lambda cause: isinstance(cause, ActorLost))
+        error = causes[0] if causes else error.exceptions[0]
+    return error
+
+
+def failure_text(error: BaseException | None) -> str:
+    """What a run failed with, as a user should read it."""
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, ArealRayError) else f"{type(error).__name__}: {error}"
+
+
+def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
+    facts = {"model": begin.model_path, "seed": str(recipe.seed)}
+    if recipe.kind == "rl" and recipe.admission is not None:
+        admission = recipe.admission
+        facts["step"] = f"{admission.groups_per_step} groups x {admission.n_samples} episodes"
+        facts["staleness"] = (
+            f"at most {admission.max_head_offpolicyness} versions, then {admission.at_consumption}"
+        )
+        facts["objective"] = recipe.objective.kind
+        facts["actors"] = (
+            f"{recipe.rollout.replicas} rollout, {recipe.learner.ranks} learner, "
+            f"{recipe.agent.replicas} agent, {recipe.reward.replicas if recipe.reward else 0} reward"
+        )
+    return facts
