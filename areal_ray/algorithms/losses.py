@@ -16,7 +16,7 @@ _MAX_LOG_RATIO = 20.0
 """exp of it is 4.9e8: finite in float32 also after squares and products."""
 
 TokenSums = dict[str, Tensor]
-"""[] detached sums over tokens (`max_*`: maxima), to be added up and divided by `tokens`."""
+"""[] detached sums over tokens (`max_*`: largest values), to be divided by `tokens`."""
 
 
 def mean_weights(sequence_tokens: Tensor, num_global: int, *, per_sequence: bool) -> Tensor:
@@ -67,7 +67,6 @@ def ppo_clip_loss(
     ratio = torch.exp(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     clipped = ratio.clamp(*clip_range)
     losses = torch.maximum(-ratio * advantages, -clipped * advantages)
-    is_clipped = -clipped * advantages > -ratio * advantages
     is_dual = torch.zeros_like(loss_mask)
     if c_clip is not None:
         ceiling = -c_clip * advantages
@@ -76,15 +75,14 @@ def ppo_clip_loss(
     if factor is not None:
         losses = losses * torch.where(loss_mask, factor, zero)
     loss = (losses * torch.where(loss_mask, token_weights, zero)).sum()
-    with torch.no_grad():
-        sums = {
-            "tokens": loss_mask.sum(),
-            "clipped": (is_clipped & loss_mask).sum(),
-            "dual_clipped": is_dual.sum(),
-            "ratio": torch.where(loss_mask, ratio, zero).sum(),
-            "max_ratio": torch.where(loss_mask, ratio, zero).max() if len(ratio) else zero,
-            "policy_kl": _kl(log_ratio).sum(),
-        }
+    sums = {
+        "tokens": loss_mask.sum(),
+        "clipped": (loss_mask & (ratio != clipped)).sum(),
+        "dual_clipped": is_dual.sum(),
+        "ratio": ratio.detach().masked_fill(~loss_mask, 0.0).sum(),
+        "max_ratio": _largest(ratio, loss_mask),
+        "policy_kl": _kl(log_ratio).sum(),
+    }
     return loss, sums
 
 
@@ -122,26 +120,24 @@ def decoupled_ppo_loss(
         clamp_weight: Clamp instead of leaving out.
 
     Returns:
-        [] loss to call backward() on, and sums for metrics: `behaviour_weight` before any bound,
-        `used_behaviour_weight` after, `rejected` the tokens outside the bounds.
+        [] loss to call backward() on, and sums for metrics: `raw_weight` before any bound,
+        `used_weight` after, `outside` the tokens that a bound concerned.
     """
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     drift = torch.where(loss_mask, proximal_logprobs - behaviour_logprobs, zero).detach()
     raw = torch.exp(drift.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-    outside = loss_mask & ((raw > max_behaviour_weight) | (raw < min_behaviour_weight))
-    if clamp_weight:
-        weight = raw.clamp(min_behaviour_weight, max_behaviour_weight)
-    else:
-        weight = torch.where(outside, zero, raw)
+    low, high = min_behaviour_weight, max_behaviour_weight
+    outside = loss_mask & ((raw > high) | (raw < low))
+    weight = raw.clamp(low, high) if clamp_weight else torch.where(outside, zero, raw)
     loss, sums = ppo_clip_loss(
         logprobs, proximal_logprobs, advantages, loss_mask, token_weights,
         clip_range=clip_range, c_clip=c_clip, factor=weight,
     )  # fmt: skip
     sums |= {
-        "rejected": outside.sum(),
-        "behaviour_weight": torch.where(loss_mask, raw, zero).sum(),
-        "max_behaviour_weight": torch.where(loss_mask, raw, zero).max() if len(raw) else zero,
-        "used_behaviour_weight": torch.where(loss_mask, weight, zero).sum(),
+        "outside": outside.sum(),
+        "raw_weight": raw.masked_fill(~loss_mask, 0.0).sum(),
+        "max_raw_weight": _largest(raw, loss_mask),
+        "used_weight": weight.masked_fill(~loss_mask, 0.0).sum(),
         "behaviour_kl": _kl(drift).sum(),
     }
     return loss, sums
@@ -162,10 +158,12 @@ def policy_loss(
     in this step, so that the policy still is the proximal one.
     """
     if objective.kind != "decoupled_ppo":
-        return ppo_clip_loss(
+        loss, sums = ppo_clip_loss(
             logprobs, behaviour_logprobs, advantages, loss_mask, token_weights,
             clip_range=objective.clip_range, c_clip=objective.c_clip,
         )  # fmt: skip
+        sums["behaviour_kl"] = sums.pop("policy_kl")  # the clip's centre is the behaviour policy
+        return loss, sums
     bounds = objective.weight_bounds
     proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
     return decoupled_ppo_loss(
@@ -183,3 +181,9 @@ def _kl(log_ratio: Tensor) -> Tensor:
     """
     bounded = log_ratio.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return torch.expm1(bounded) - bounded
+
+
+def _largest(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """[] largest of the values where the mask is True, which are not negative; 0 of none."""
+    known = values.detach().masked_fill(~loss_mask, 0.0)
+    return known.max() if len(known) else known.sum()

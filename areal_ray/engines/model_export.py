@@ -1,8 +1,8 @@
 """Writes a model as a folder that Hugging Face's Auto classes load."""
 
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _BESIDE_WEIGHTS = (
     "tokenizer*",
@@ -15,25 +15,34 @@ _BESIDE_WEIGHTS = (
 )
 
 
-def export_model(model: Any, source: Path | str, folder: Path) -> None:
-    """Save weights and config of `model`, with tokenizer and chat template of `source`.
+@dataclass(frozen=True, slots=True)
+class ModelExtras:
+    """What a model folder holds beside weights and config: tokenizer, chat template.
 
-    Tokenizer files are copied as they are: saving a loaded tokenizer may change how it splits.
-
-    Args:
-        model: A Hugging Face model.
-        source: Where it was loaded from: a folder, or a name on the hub.
-        folder: Made when missing.
+    Read at the start and kept: the folder may be a checkpoint that is removed during the run.
+    Written back as they are: saving a loaded tokenizer may change how it splits.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    home = Path(source)
-    if not home.is_dir():
-        from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        return
-    for pattern in _BESIDE_WEIGHTS:
-        for file in sorted(home.glob(pattern)):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+    files: dict[str, bytes]
+    source: str
+    """Hub name to load the tokenizer from where there is no folder; else empty."""
+
+    @classmethod
+    def read(cls, source: Path | str) -> Self:
+        """From a folder; a hub name is looked up when exporting."""
+        home = Path(source)
+        if not home.is_dir():
+            return cls({}, str(source))
+        found = {file for pattern in _BESIDE_WEIGHTS for file in home.glob(pattern)}
+        return cls({file.name: file.read_bytes() for file in sorted(found) if file.is_file()}, "")
+
+    def export(self, model: Any, folder: Path) -> None:
+        """Save weights and config of a Hugging Face model with these files; makes the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        if self.source:
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(self.source).save_pretrained(folder)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)

@@ -82,7 +82,7 @@ class RankGroup:
         try:
             if isinstance(meeting, str):
                 host, _, port = meeting.rpartition(":")
-                store = dist.TCPStore(  # type: ignore[attr-defined]
+                store: Store = dist.TCPStore(  # type: ignore[attr-defined]
                     host, int(port), size, is_master=False, timeout=timeout
                 )
             else:

@@ -30,7 +30,7 @@ def load_causal_model(path: Path | str, config: TorchTrainConfig) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar for each rank would tear the run's own display
+    disable_progress_bar()  # a bar for each rank would tear the run's own display
     weights = torch.float64 if config.dtype == "float64" else torch.float32
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(

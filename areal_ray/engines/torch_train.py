@@ -18,7 +18,7 @@ from areal_ray.algorithms.losses import mean_weights, policy_loss
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.packing import MicroBatch
 from areal_ray.core.trajectory import Group
-from areal_ray.engines.model_export import export_model
+from areal_ray.engines.model_export import ModelExtras
 from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
@@ -26,7 +26,13 @@ from areal_ray.engines.row_forward import RowForward, load_causal_model
 from areal_ray.engines.sft import SftEvaluation, SftExample
 from areal_ray.engines.sft_evaluation import evaluate_examples
 from areal_ray.engines.train_config import LearnerConfig
-from areal_ray.engines.train_metrics import TokenTally
+from areal_ray.engines.train_metrics import (
+    Progress,
+    TokenTally,
+    count_metrics,
+    token_metrics,
+    work_metrics,
+)
 from areal_ray.engines.train_rows import TrainBatch, TrainCounts, sft_sequences, train_batch
 from areal_ray.errors import DataError
 
@@ -43,16 +49,6 @@ class _Minibatch:
     token_weights: Tensor
     is_empty: bool
     """No rank has anything to learn from."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What happened to the updates of one step."""
-
-    taken: int = 0
-    empty: int = 0
-    non_finite: int = 0
-    grad_norm: float = 0.0
 
 
 class TorchTrainEngine:
@@ -79,7 +75,7 @@ class TorchTrainEngine:
             ranks: The other ranks; None = alone.
         """
         torch.set_num_threads(learner.engine.num_threads)
-        self._source = model_path
+        self._extras = ModelExtras.read(model_path)
         self._learner = learner
         self._objective = objective or ObjectiveConfig()
         self._temperature = temperature or 1.0
@@ -116,9 +112,8 @@ class TorchTrainEngine:
         batches = [train_batch(g, self._objective, version, oldest_version) for g in minibatches]
         totals = self._sum_counts([batch.counts for batch in batches])
         prepared = [self._prepare(b, t) for b, t in zip(batches, totals, strict=True)]
-        proximal = self._proximal(prepared)
-        proximal_s = time.monotonic() - started
-        rate, tally, progress = self._next_rate(), TokenTally(), _Progress()
+        proximal, proximal_s = self._proximal(prepared)
+        rate, tally, progress = self._next_rate(), TokenTally(), Progress()
         for minibatch, old in zip(prepared, proximal, strict=True):
             if minibatch.is_empty:
                 progress.empty += 1
@@ -126,13 +121,21 @@ class TorchTrainEngine:
             for micro in minibatch.micro_batches:
                 self._backward(minibatch, micro, old if progress.taken else None, tally)
             self._update(rate, progress)
-        metrics = tally.over_ranks(self._ranks)
-        metrics["learner/loss"] /= max(1, len(prepared) - progress.empty)
-        metrics |= self._count_metrics(totals, [b.max_staleness for b in batches])
-        metrics |= self._work_metrics([m for p in prepared for m in p.micro_batches], started)
-        metrics |= _progress_metrics(progress, rate)
-        metrics["learner/proximal_s"] = proximal_s
-        return StepStats(metrics, sum(t.tokens for t in totals), progress.taken)
+        num_tokens = sum(t.tokens for t in totals)
+        work = [m for p in prepared for m in p.micro_batches if not p.is_empty]
+        sums = tally.over_ranks(self._ranks)
+        (oldest,) = self._ranks.max_numbers(
+            [float(max((b.max_staleness for b in batches), default=0))]
+        )
+        metrics = {
+            "learner/loss": sums.get("loss", 0.0) / max(1, len(prepared) - progress.empty),
+            **token_metrics(sums),
+            **count_metrics(totals, int(oldest)),
+            "learner/proximal_s": proximal_s,
+            **progress.metrics(rate),
+            **work_metrics(work, num_tokens, started, self._ranks),
+        }
+        return StepStats(metrics, num_tokens, progress.taken)
 
     def sft_step(self, examples: Sequence[SftExample]) -> StepStats:
         """One supervised update: mean negative log-prob over all trained tokens of all ranks.
@@ -145,31 +148,38 @@ class TorchTrainEngine:
             iter([e.token_ids for e in examples]), iter([e.loss_mask for e in examples])
         )
         counts = [float(sum(s.num_trained for s in sequences)), float(len(sequences))]
-        num_tokens, num_sequences = self._ranks.sum_numbers(counts)
+        num_tokens, num_examples = map(int, self._ranks.sum_numbers(counts))
         micro_batches = self._forward.micro_batches(sequences)
-        rate, tally, progress = self._next_rate(), TokenTally(), _Progress()
+        rate, tally, progress = self._next_rate(), TokenTally(), Progress()
         if num_tokens:
-            self._optimizer.zero_grad()
             for micro in micro_batches:
-                scored = self._forward(micro, 1.0)
-                loss = -scored.logprobs.sum() / num_tokens
-                loss.backward()  # type: ignore[no-untyped-call]
-                tally.add(
-                    {
-                        "tokens": torch.tensor(len(micro.targets)),
-                        "loss": loss,
-                        "entropy": scored.entropy.sum(),
-                        "correct": scored.is_argmax.sum(),
-                    }
-                )
+                self._sft_backward(micro, num_tokens, tally)
             self._update(rate, progress)
         else:
             progress.empty += 1
-        metrics = tally.over_ranks(self._ranks) | _progress_metrics(progress, rate)
-        metrics |= self._work_metrics(micro_batches, started)
-        metrics["learner/sequences"] = num_sequences
-        metrics["learner/trained_tokens"] = num_tokens
-        return StepStats(metrics, int(num_tokens), progress.taken)
+        sums = tally.over_ranks(self._ranks)
+        metrics = {
+            "learner/loss": sums.get("loss", 0.0),
+            "learner/trained_tokens": num_tokens,
+            "learner/sequences": num_examples,
+            **token_metrics(sums),
+            **progress.metrics(rate),
+            **work_metrics(micro_batches, num_tokens, started, self._ranks),
+        }
+        return StepStats(metrics, num_tokens, progress.taken)
+
+    def _sft_backward(self, micro: MicroBatch, num_tokens: int, tally: TokenTally) -> None:
+        scored = self._forward(micro, 1.0)
+        loss = -scored.logprobs.sum() / num_tokens
+        loss.backward()  # type: ignore[no-untyped-call]
+        tally.add(
+            {
+                "tokens": torch.tensor(len(micro.targets)),
+                "loss": loss,
+                "entropy": scored.entropy.sum(),
+                "correct": scored.is_argmax.sum(),
+            }
+        )
 
     def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
         """Teacher-forced accuracy on this rank's share of held-out examples, over all ranks."""
@@ -182,13 +192,13 @@ class TorchTrainEngine:
     def export(self, folder: Path) -> None:
         """Write what AutoModelForCausalLM and AutoTokenizer load; rank 0 writes."""
         if self._ranks.rank == 0:
-            export_model(self._model, self._source, folder)
+            self._extras.export(self._model, folder)
         self._ranks.barrier()
 
     def save(self, folder: Path) -> None:
         """`export`, and beside it what `load` needs to go on exactly."""
         if self._ranks.rank == 0:
-            export_model(self._model, self._source, folder)
+            self._extras.export(self._model, folder)
             state = {
                 "steps_taken": self._steps_taken,
                 "optimizer": self._optimizer.state_dict(),
@@ -249,21 +259,24 @@ class TorchTrainEngine:
         )
 
     @torch.no_grad()
-    def _proximal(self, minibatches: Sequence[_Minibatch]) -> list[Tensor | None]:
+    def _proximal(self, minibatches: Sequence[_Minibatch]) -> tuple[list[Tensor | None], float]:
         """Log-probs at the start of the step, where an update will come before their use.
+
+        Also the seconds that took.
 
         The first minibatch needs none: its own forward pass is the proximal policy's.
         """
         columns: list[Tensor | None] = [None] * len(minibatches)
         if self._objective.kind != "decoupled_ppo":
-            return columns
+            return columns, 0.0
+        started = time.monotonic()
         for number, minibatch in enumerate(minibatches[1:], start=1):
             column = torch.zeros_like(minibatch.behaviour_logprobs)
             for micro in minibatch.micro_batches:
                 scored = self._forward(micro, self._temperature)
                 column[torch.from_numpy(micro.origins).to(column.device)] = scored.logprobs
             columns[number] = column
-        return columns
+        return columns, time.monotonic() - started
 
     def _backward(
         self, minibatch: _Minibatch, micro: MicroBatch, proximal: Tensor | None, tally: TokenTally
@@ -282,7 +295,7 @@ class TorchTrainEngine:
         loss.backward()  # type: ignore[no-untyped-call]
         tally.add({**sums, "loss": loss, "entropy": scored.entropy.sum()})
 
-    def _update(self, rate: float, progress: _Progress) -> None:
+    def _update(self, rate: float, progress: Progress) -> None:
         """Sum the gradient over ranks and step; every rank comes to the same weights."""
         if self._ranks.size > 1:
             flat = self._optimizer.flat_gradient()
@@ -291,41 +304,5 @@ class TorchTrainEngine:
         self._optimizer.zero_grad()
         progress.taken += stats.was_taken
         progress.non_finite += not stats.was_taken
-        progress.grad_norm = max(progress.grad_norm, stats.grad_norm)
-
-    def _count_metrics(
-        self, totals: Sequence[TrainCounts], max_staleness: Sequence[int]
-    ) -> dict[str, float]:
-        tokens = sum(t.tokens for t in totals)
-        (oldest,) = self._ranks.max_numbers([float(max(max_staleness, default=0))])
-        return {
-            "learner/trained_tokens": tokens,
-            "learner/sequences": sum(t.sequences for t in totals),
-            "learner/teaching_tokens": sum(t.teaching_tokens for t in totals),
-            "learner/masked_stale_tokens": sum(t.stale_tokens for t in totals),
-            "learner/left_out_episodes": sum(t.unscored_episodes for t in totals),
-            "learner/equal_reward_groups": sum(t.equal_groups for t in totals),
-            "staleness/token_mean_versions": sum(t.staleness for t in totals) / max(1, tokens),
-            "staleness/token_max_versions": oldest,
-        }
-
-    def _work_metrics(self, batches: Sequence[MicroBatch], started: float) -> dict[str, float]:
-        work = [float(len(batches)), sum(b.num_tokens for b in batches)]
-        work.append(sum(b.token_ids.size for b in batches))
-        count, computed, padded = self._ranks.sum_numbers(work)
-        return {
-            "learner/micro_batches": count,
-            "learner/computed_tokens": computed,
-            "learner/padded_tokens": padded,
-            "learner/step_s": time.monotonic() - started,
-        }
-
-
-def _progress_metrics(progress: _Progress, rate: float) -> dict[str, float]:
-    return {
-        "learner/lr": rate,
-        "learner/updates": progress.taken,
-        "learner/empty_updates": progress.empty,
-        "learner/non_finite_updates": progress.non_finite,
-        "learner/grad_norm_max": progress.grad_norm,
-    }
+        if stats.was_taken:
+            progress.grad_norm_max = max(progress.grad_norm_max, stats.grad_norm)

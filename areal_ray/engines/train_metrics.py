@@ -1,67 +1,133 @@
 """Sums that ranks and micro-batches add up to, and the metrics made of them."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from areal_ray.algorithms.packing import MicroBatch
 from areal_ray.engines.process_group import RankGroup
+from areal_ray.engines.train_rows import TrainCounts
 
 _MEANS = {
-    "clipped": "learner/clipped_share",
-    "dual_clipped": "learner/dual_clipped_share",
+    "clipped": "learner/clipped_fraction",
+    "dual_clipped": "learner/dual_clipped_fraction",
     "ratio": "learner/ratio_mean",
     "policy_kl": "learner/policy_kl_nats",
-    "rejected": "learner/rejected_share",
-    "behaviour_weight": "learner/behaviour_weight_mean",
-    "used_behaviour_weight": "learner/used_behaviour_weight_mean",
+    "outside": "learner/rejected_fraction",
+    "raw_weight": "learner/behaviour_weight_mean",
+    "used_weight": "learner/used_behaviour_weight_mean",
     "behaviour_kl": "learner/behaviour_kl_nats",
     "entropy": "learner/entropy_nats",
-    "correct": "learner/token_accuracy_share",
+    "correct": "learner/token_accuracy_fraction",
 }
-_MAXIMA = {
+_LARGEST = {
     "max_ratio": "learner/ratio_max",
-    "max_behaviour_weight": "learner/behaviour_weight_max",
+    "max_raw_weight": "learner/behaviour_weight_max",
 }
+_SUMS = ("tokens", "loss", *_MEANS)
 
 
 class TokenTally:
-    """Running sums and maxima over the computed tokens of one step, for one rank."""
+    """Running sums and extremes over the computed tokens of one step, for one rank."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
-        """Add [] tensors; names that start with `max_` keep the larger. Nothing leaves the GPU."""
+        """Add [] tensors; `max_*` keep the larger. Nothing leaves the device."""
         for name, value in sums.items():
             value = value.detach().double()
             known = self._tensors.get(name)
             if known is None:
                 self._tensors[name] = value
+            elif name.startswith("max_"):
+                self._tensors[name] = known.maximum(value)
             else:
-                is_max = name.startswith("max_")
-                self._tensors[name] = known.maximum(value) if is_max else known + value
+                self._tensors[name] = known + value
 
     def over_ranks(self, ranks: RankGroup) -> dict[str, float]:
-        """Metrics over all ranks. Means are over computed tokens; collective.
-
-        Groups that were skipped because nothing of them can change the gradient are not in the
-        means: their ratios were not computed.
-        """
+        """The same over all ranks; names that no rank has are absent. Collective."""
         # Every rank sends the same names, also one that had nothing to compute.
-        names = ["tokens", *_MEANS]
-        sums = ranks.sum_numbers([self._number(n) for n in names] + [self._number("loss")])
-        known = ranks.max_numbers([float(n in self._tensors) for n in [*names, *_MAXIMA]])
-        present = {n for n, k in zip([*names, *_MAXIMA], known, strict=True) if k}
-        maxima = ranks.max_numbers([self._number(n) for n in _MAXIMA])
-        metrics = {"learner/loss": sums[-1]}
-        tokens = sums[0]
-        for name, value in zip(names[1:], sums[1:-1], strict=True):
-            if name in present and tokens:
-                metrics[_MEANS[name]] = value / tokens
-        for (name, metric), value in zip(_MAXIMA.items(), maxima, strict=True):
-            if name in present:
-                metrics[metric] = value
-        return metrics
+        local = {name: float(value) for name, value in self._tensors.items()}
+        names = [*_LARGEST, *_SUMS]
+        found = ranks.max_numbers([float(name in local) for name in names])
+        largest = ranks.max_numbers([local.get(name, 0.0) for name in _LARGEST])
+        sums = ranks.sum_numbers([local.get(name, 0.0) for name in _SUMS])
+        values = zip(names, [*largest, *sums], found, strict=True)
+        return {name: value for name, value, is_known in values if is_known}
 
-    def _number(self, name: str) -> float:
-        return float(self._tensors[name]) if name in self._tensors else 0.0
+
+@dataclass(slots=True)
+class Progress:
+    """What happened to the updates of one step."""
+
+    taken: int = 0
+    empty: int = 0
+    """Nothing to learn from on any rank."""
+    non_finite: int = 0
+    grad_norm_max: float = 0.0
+    """Before clipping, over the updates taken."""
+
+    def metrics(self, rate: float) -> dict[str, float]:
+        """Updates taken and not taken at learning rate `rate`."""
+        return {
+            "learner/lr": rate,
+            "learner/updates": self.taken,
+            "learner/empty_updates": self.empty,
+            "learner/non_finite_updates": self.non_finite,
+            "learner/skipped_steps": float(self.taken == 0),
+            "learner/grad_norm_max": self.grad_norm_max,
+        }
+
+
+def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of what `TokenTally` gathered: means over the tokens that were computed.
+
+    Where episodes with advantage 0 are skipped, their ratios and log-probs are not known.
+    """
+    tokens = sums.get("tokens", 0.0)
+    if not tokens:
+        return {}
+    means = {metric: sums[name] / tokens for name, metric in _MEANS.items() if name in sums}
+    return means | {metric: sums[name] for name, metric in _LARGEST.items() if name in sums}
+
+
+def count_metrics(totals: Sequence[TrainCounts], max_staleness: int) -> dict[str, float]:
+    """Metrics of what the minibatches of a step held, over all ranks."""
+    tokens = sum(t.tokens for t in totals)
+    return {
+        "learner/trained_tokens": tokens,
+        "learner/teaching_tokens": sum(t.teaching_tokens for t in totals),
+        "learner/sequences": sum(t.sequences for t in totals),
+        "learner/left_out_episodes": sum(t.left_out for t in totals),
+        "learner/equal_reward_groups": sum(t.equal_groups for t in totals),
+        "learner/masked_stale_tokens": sum(t.stale_tokens for t in totals),
+        "staleness/mixed_episodes": sum(t.mixed_sequences for t in totals),
+        "staleness/token_mean_versions": sum(t.staleness for t in totals) / max(1, tokens),
+        "staleness/token_max_versions": max_staleness,
+    }
+
+
+def work_metrics(
+    batches: Sequence[MicroBatch], tokens: int, started: float, ranks: RankGroup
+) -> dict[str, float]:
+    """Metrics of the forward passes of all ranks; collective.
+
+    Args:
+        batches: This rank's micro-batches.
+        tokens: Trained tokens over all ranks.
+        started: time.monotonic() at the start of the step.
+        ranks: The other ranks.
+    """
+    work = [float(len(batches)), float(sum(b.num_tokens for b in batches))]
+    count, real, whole = ranks.sum_numbers([*work, float(sum(b.token_ids.size for b in batches))])
+    seconds = time.monotonic() - started
+    return {
+        "learner/micro_batches": count,
+        "learner/computed_tokens": real,
+        "learner/padded_tokens": whole,
+        "learner/step_s": seconds,
+        "learner/tokens_per_s": tokens / max(1e-9, seconds),
+    }

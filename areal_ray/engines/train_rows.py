@@ -25,13 +25,15 @@ class TrainCounts:
     sequences: int = 0
     """Trajectories with any such token."""
     teaching_tokens: int = 0
-    """... of them with an advantage other than 0."""
+    """Of `tokens`, those with an advantage other than 0."""
+    equal_groups: int = 0
+    """Groups whose advantages are all 0."""
     stale_tokens: int = 0
     """Left out because sampled by too old a version."""
-    unscored_episodes: int = 0
-    """Left out because they have no reward, or were cut short under `mask_truncated`."""
-    equal_groups: int = 0
-    """Groups without any advantage."""
+    mixed_sequences: int = 0
+    """Of `sequences`, those sampled by more than one version."""
+    left_out: int = 0
+    """Episodes without a reward, or cut short under `mask_truncated`."""
     staleness: int = 0
     """Sum over `tokens` of versions behind the learner."""
 
@@ -84,8 +86,8 @@ class _Builder:
 
     def add(self, group: Group, number: int) -> None:
         advantages = self._episode_advantages(group)
-        self._sums["unscored_episodes"] += sum(a is None for a in advantages.values())
         self._sums["equal_groups"] += not any(advantages.values())
+        self._sums["left_out"] += sum(a is None for a in advantages.values())
         for trajectory in group.trajectories:
             advantage = advantages[trajectory.episode_id]
             if advantage is not None:
@@ -122,16 +124,25 @@ class _Builder:
         count = int(trained.sum())
         if count == 0:
             return
-        behind = self._version - trajectory.versions[trained]
-        self._max_staleness = max(self._max_staleness, int(behind.max()))
-        self._sums["tokens"] += count
-        self._sums["sequences"] += 1
-        self._sums["staleness"] += int(behind.sum())
-        self._sums["teaching_tokens"] += count if advantage != 0.0 else 0
+        self._count(trajectory, trained, count, advantage)
         if advantage == 0.0 and self._objective.skip_zero_advantage:
             return
         self._sequences.append(TrainSequence(trajectory.token_ids, trained, group))
         self._columns.append((trajectory.behaviour_logprobs[trained], advantage, count))
+
+    def _count(
+        self, trajectory: Trajectory, trained: NDArray[np.bool_], count: int, advantage: float
+    ) -> None:
+        versions = trajectory.versions[trained]
+        for name, value in {
+            "tokens": count,
+            "sequences": 1,
+            "teaching_tokens": count if advantage else 0,
+            "mixed_sequences": versions.min() != versions.max(),
+            "staleness": count * self._version - int(versions.sum(dtype=np.int64)),
+        }.items():
+            self._sums[name] += int(value)
+        self._max_staleness = max(self._max_staleness, self._version - int(versions.min()))
 
     def finish(self) -> TrainBatch:
         lengths = [count for _, _, count in self._columns]
