@@ -269,6 +269,30 @@ def model_recipe(recipe: Recipe) -> Recipe:
     return maker
 
 
+def evaluation_of(recipe: Recipe, run: Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of kind eval that scores this one's model.
+
+    Args:
+        run: Folder of a run whose last weights are scored instead.
+        overrides: Applied to the recipe of kind eval.
+
+    Raises:
+        RecipeError: It has no held-out tasks, the run left no model, or an override is wrong.
+    """
+    changes = []
+    if recipe.kind != "eval":
+        changes += ["kind=eval", "admission=null", "sft=null", f"name={recipe.name}-eval"]
+    if run is not None:
+        model = run / MODEL_FOLDER
+        if not (model / "config.json").is_file():
+            raise RecipeError(
+                f"{run}: holds no {MODEL_FOLDER}/ with weights; the run must have ended. "
+                f"Wait for it, or go on with it: areal-ray resume {run}"
+            )
+        changes += [f"model.path={model}", "model.create=null", f"cluster.fileroot={run.parent}"]
+    return parse_recipe(recipe.to_yaml(), [*changes, *overrides], origin=recipe.origin)
+
+
 def _find(recipe: Recipe, file: str) -> Path:
     """A file that a recipe names: from the working directory, or from a folder above the recipe."""
     above = recipe.origin.resolve().parents if recipe.origin is not None else ()

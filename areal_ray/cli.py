@@ -1,0 +1,246 @@
+"""The command line: each command parses, calls and prints; its help is its docstring.
+
+Exit codes: 0 done, 1 the run failed, 2 the recipe or the placement is wrong and nothing was
+started, 130 stopped by Ctrl-C (143 by SIGTERM). Nothing heavy is imported before a command needs
+it.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from areal_ray.errors import ArealRayError
+
+if TYPE_CHECKING:
+    from areal_ray.launch import RunHandle
+    from areal_ray.recipe import Recipe
+
+DEMO_RECIPE = Path("recipes/calculator/grpo.yaml")
+
+_TRACE = "--trace"
+_POLL_S = 0.5
+
+app = typer.Typer(
+    name="areal-ray",
+    help="Asynchronous reinforcement learning for LLM agents as a Ray actor graph.",
+    epilog=f"{_TRACE} anywhere on the line shows the whole trace of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Recipe keys to change, as rollout.replicas=2."),
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or name of a run.")]
+Fileroot = Annotated[str, typer.Option(help="Folder of the run folders, to find RUN by its name.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name.")]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the whole recipe as it would run, and stop.")
+]
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    overwrite: Overwrite = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")
+    ] = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Run a recipe to its end: a table while it goes, then a summary and a report."""
+    from areal_ray.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    _go(loaded, overwrite=overwrite, resume=resume, print_config=print_config)
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|RUN", help="Recipe file, or a run to score.")
+    ],
+    overrides: Overrides = None,
+    fileroot: Fileroot = "runs",
+    print_config: PrintConfig = False,
+) -> None:
+    """Score a recipe's model, or the last weights of a run, on the held-out tasks."""
+    from areal_ray.recipe import evaluation_of, load_recipe
+    from areal_ray.run_folder import RECIPE_FILE, find_run
+
+    if target.endswith((".yaml", ".yml")):
+        recipe = evaluation_of(load_recipe(target), None, overrides or ())
+    else:
+        folder = find_run(target, fileroot)
+        recipe = evaluation_of(load_recipe(folder / RECIPE_FILE), folder, overrides or ())
+    _go(recipe, overwrite=True, resume=False, print_config=print_config)
+
+
+@app.command()
+def resume(run: Run, overrides: Overrides = None, fileroot: Fileroot = "runs") -> None:
+    """Go on with a run from its last checkpoint."""
+    from areal_ray.recipe import load_recipe
+    from areal_ray.run_folder import RECIPE_FILE, find_run
+
+    folder = find_run(run, fileroot)
+    recipe = load_recipe(
+        folder / RECIPE_FILE, [f"cluster.fileroot={folder.parent}", *(overrides or ())]
+    )
+    _go(recipe, overwrite=False, resume=True, print_config=False)
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    recipe: Annotated[Path, typer.Option(help="Recipe to show.")] = DEMO_RECIPE,
+) -> None:
+    """Warm up a small model and let it learn to use a calculator, in about three minutes."""
+    from areal_ray.recipe import load_recipe
+
+    clone = Path(__file__).resolve().parents[1]
+    here = recipe if recipe.exists() else clone / recipe
+    _go(load_recipe(here, overrides or ()), overwrite=True, resume=False, print_config=False)
+
+
+@app.command()
+def plan(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Show which actor goes where and all that is wrong; start nothing."""
+    from areal_ray.plan import plan_run
+    from areal_ray.recipe import load_recipe
+
+    planned = plan_run(load_recipe(recipe, overrides or ()))
+    if planned.table:
+        print(planned.table)
+    if planned.problems:
+        _complain("\n".join(planned.problems))
+        raise typer.Exit(2)
+    print("ready: areal-ray train " + " ".join([str(recipe), *(overrides or ())]))
+
+
+@app.command()
+def status(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="One run; else all.")] = None,
+    fileroot: Fileroot = "runs",
+) -> None:
+    """Tell what a run does now and what it waits for, or list all runs."""
+    from areal_ray.run_folder import find_run, run_folders
+    from areal_ray.run_listing import describe_run, list_runs
+
+    if run is not None:
+        print(describe_run(find_run(run, fileroot)))
+    else:
+        print(list_runs(run_folders(fileroot)) or f"no runs in {fileroot}/")
+
+
+@app.command()
+def report(run: Run, fileroot: Fileroot = "runs") -> None:
+    """Write report.html anew from the records of a run, and print its summary."""
+    from areal_ray.run_folder import find_run
+    from areal_ray.run_listing import describe_run
+    from areal_ray.telemetry.report import write_report
+
+    folder = find_run(run, fileroot)
+    path = write_report(folder)
+    print(describe_run(folder))
+    print(f"report   {path}")
+
+
+@app.command()
+def schema(
+    output: Annotated[Path | None, typer.Option(help="File to write; else printed.")] = None,
+) -> None:
+    """Print the JSON schema of a recipe, for editors that complete and check YAML."""
+    from areal_ray.recipe import recipe_schema
+
+    text = json.dumps(recipe_schema(), indent=2)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")
+        print(f"written: {output}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from areal_ray import __version__
+
+    print(f"areal-ray {__version__}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; ends the process with the exit code of the outcome."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    has_trace = _TRACE in words
+    # A console script has its own folder on the path, and `python -m` has this one: recipes name
+    # code beside the working directory either way.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        app(args=[word for word in words if word != _TRACE], prog_name="areal-ray")
+    except ArealRayError as error:
+        if has_trace:
+            raise
+        _complain(str(error))
+        sys.exit(error.exit_code)
+
+
+def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) -> None:
+    if print_config:
+        print(recipe.to_yaml(), end="")
+        return
+    from areal_ray.preflight import preflight
+
+    preflight(recipe, resume=resume, overwrite=overwrite)
+
+    from areal_ray.launch import launch
+
+    raise typer.Exit(_follow(launch(recipe, resume=resume, overwrite=overwrite)))
+
+
+def _follow(handle: "RunHandle") -> int:
+    """Wait for a run; Ctrl-C or SIGTERM stops it, a second one ends the process at once."""
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if asked:
+            os._exit(128 + number)
+        asked.append(number)
+        handle.stop()
+        _complain("stopping; once more to end at once")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            try:
+                summary = handle.wait(_POLL_S)
+                break
+            except TimeoutError:
+                continue
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked:
+        return 128 + asked[0]
+    return 0 if summary.outcome == "finished" else 1
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Runs as text, from what their folders hold: a list of all, or one in detail."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_ray.run_folder import read_status
+from areal_ray.telemetry.summary import read_summary
+from areal_ray.telemetry.views import duration_text
+
+_UNKNOWN = "-"
+
+
+def list_runs(folders: Sequence[Path]) -> str:
+    """A line for each run: name, state, steps, reward, held-out accuracy, age."""
+    if not folders:
+        return ""
+    rows = [("run", "state", "step", "version", "reward", "held-out", "changed")]
+    rows += [_row(folder) for folder in folders]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def describe_run(folder: Path) -> str:
+    """All that is known of one run, a line a fact."""
+    known = read_status(folder)
+    summary = read_summary(folder) or {}
+    lines = [f"run      {known.name}: {state_of(folder)}", f"folder   {folder}"]
+    if known.is_running:
+        lines += [f"{name:<8} {told}" for name, told in _flat(known.status) if told != ""]
+        return "\n".join(lines)
+    if summary:
+        lines.append(
+            f"steps    {summary['steps']} of {summary['planned_steps']} in "
+            f"{duration_text(summary['wall_s'])}, version {summary['version']}"
+        )
+        for name, section, first, last in (
+            ("reward", "reward", "first", "last"),
+            ("held-out", "eval", "before", "after"),
+        ):
+            values = summary.get(section) or {}
+            if values.get(last) is not None:
+                lines.append(f"{name:<8} {_number(values.get(first))} -> {_number(values[last])}")
+        if summary.get("failure"):
+            lines.append(f"failure  {summary['failure']}")
+    return "\n".join(lines)
+
+
+def state_of(folder: Path) -> str:
+    """running, finished, stopped, failed; `ended without a summary` where it was killed."""
+    if read_status(folder).is_running:
+        return "running"
+    summary = read_summary(folder)
+    return str(summary["outcome"]) if summary else "ended without a summary"
+
+
+def _row(folder: Path) -> tuple[str, ...]:
+    known = read_status(folder)
+    summary = read_summary(folder) or {}
+    now: dict[str, Any] = dict(known.status) if known.is_running else summary
+    planned = now.get("planned_steps") or now.get("steps_total") or "?"
+    step = now.get("step", now.get("steps"))
+    age_s = max(0.0, time.time() - max(p.stat().st_mtime for p in [folder, *folder.iterdir()]))
+    return (
+        folder.name,
+        state_of(folder),
+        f"{step} of {planned}" if step is not None else _UNKNOWN,
+        str(now.get("version", _UNKNOWN)),
+        _number((summary.get("reward") or {}).get("last")),
+        _number((summary.get("eval") or {}).get("after")),
+        f"{duration_text(age_s)} ago",
+    )
+
+
+def _flat(status: Any, prefix: str = "") -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for name, value in status.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{name}.")
+        elif name != "written_at_s":
+            pairs.append(
+                (prefix + name, f"{value:.4g}" if isinstance(value, float) else str(value))
+            )
+    return pairs
+
+
+def _number(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.3f}"
