@@ -196,12 +196,19 @@ class Recipe(Config):
         rollouts = self.rollout.replicas * self.rollout.num_gpus
         learners = self.learner.ranks * self.learner.num_gpus
         demand = (rollouts if self.kind != "sft" else 0) + (learners if self.kind != "eval" else 0)
+        unreserved = [
+            f"{name}.num_gpus: is 0 with {name}.engine.device {section.engine.device}; must be "
+            "above 0, so that the actor has a GPU of its own. Set it, or device to cpu."
+            for name, section in (("rollout", self.rollout), ("learner", self.learner))
+            if section.engine.device.startswith("cuda") and section.num_gpus == 0
+        ]
         if demand <= supply:
-            return []
+            return unreserved
         return [
+            *unreserved,
             f"cluster.n_gpus_per_node: is {self.cluster.n_gpus_per_node} on n_nodes = "
             f"{self.cluster.n_nodes}; must hold {demand:g} GPUs (rollout {rollouts:g}, learner "
-            f"{learners:g}). Raise it, or lower rollout.replicas, learner.ranks or their num_gpus."
+            f"{learners:g}). Raise it, or lower rollout.replicas, learner.ranks or their num_gpus.",
         ]
 
 

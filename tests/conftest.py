@@ -9,7 +9,6 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "RAY_worker_niceness": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(name, value)

@@ -20,8 +20,6 @@ RAY_SERIES = "2.60"
 _LOCAL_ENV = {
     # Workers run at niceness 15 otherwise: anything else on the machine would starve the engines.
     "RAY_worker_niceness": "0",
-    # Actors without GPUs keep what they can see; silences a warning in every worker.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "1",
 }

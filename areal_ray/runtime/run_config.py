@@ -19,8 +19,6 @@ class ModelConfig(Config):
     create: str | None = None
     """Makes the model where the folder of `path` is missing: a recipe (a .yaml file) whose run
     leaves it there, or a `package.module:function` called with (folder, seed)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights in the generation engines; the learner's is learner.engine.dtype."""
 
     @property
     def is_created_by_recipe(self) -> bool:
