@@ -18,12 +18,14 @@ from areal_ray.assembly import ActorGraph, StartPoint, ledger_of
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, train
 from areal_ray.errors import ActorLost, ArealRayError
-from areal_ray.prepare import MODEL_FOLDER, begin_at, make_model
-from areal_ray.recipe import Recipe, load_recipe
+from areal_ray.prepare import begin_at, make_model
+from areal_ray.recipe import MODEL_FOLDER, Recipe, load_recipe
 from areal_ray.records import Records, event_writer
 from areal_ray.run import LearnerRun, Run, SftRun
 from areal_ray.run_folder import RunFolder, RunStatus, read_status
 from areal_ray.runtime.cluster import Connection, connect
+from areal_ray.runtime.evaluation import Pinned
+from areal_ray.runtime.param_sync_actor import Committed
 from areal_ray.telemetry.log import set_up_logging
 from areal_ray.telemetry.plot import plot
 from areal_ray.telemetry.progress import Progress, open_progress
@@ -209,13 +211,11 @@ class Session:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         if self._stop_asked:
             return
-        begin = begin_at(recipe, resume=self._resume)
+        begin = begin_at(recipe, resume=self._resume, tell=self._progress.on_event)
         graph = ActorGraph(recipe, connection, begin)
         try:
-            if recipe.kind == "rl":
-                await self._rl(graph, begin)
-            else:
-                await self._sft(graph, begin)
+            kinds = {"rl": self._rl, "sft": self._sft, "eval": self._eval}
+            await kinds[recipe.kind](graph, begin)
         finally:
             graph.close()
 
@@ -223,7 +223,8 @@ class Session:
         ledger, journal = ledger_of(self.recipe)
         records = self._open_records(begin, ledger)
         run: Run = await graph.start_rl(records, self._waits, ledger)
-        self._begin(run, begin)
+        run.stopping, self._state = self._stopping_event(), run
+        self._begin(run.steps, begin)
         try:
             await train(run)
             await self._save_model(run)
@@ -233,9 +234,26 @@ class Session:
     async def _sft(self, graph: ActorGraph, begin: StartPoint) -> None:
         records = self._open_records(begin, None)
         run: SftRun = await graph.start_sft(records, self._waits)
-        self._begin(run, begin)
+        run.stopping, self._state = self._stopping_event(), run
+        self._begin(run.steps, begin)
         await fit(run)
         await self._save_model(run)
+
+    async def _eval(self, graph: ActorGraph, begin: StartPoint) -> None:
+        records = self._open_records(begin, None)
+        service = await graph.start_eval()
+        self._begin(0, begin)
+        scoring = asyncio.ensure_future(service.score(Pinned(begin.step, Committed(begin.version))))
+        stopping = asyncio.ensure_future(self._stopping_event().wait())
+        await asyncio.wait({scoring, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if scoring.done():
+            records.evaluated(scoring.result())
+        scoring.cancel()
+
+    def _stopping_event(self) -> asyncio.Event:
+        assert self._stopping is not None, "the loop makes it first"
+        return self._stopping
 
     def _open_records(self, begin: StartPoint, ledger: Ledger | None) -> Records:
         recipe = self.recipe
@@ -261,27 +279,23 @@ class Session:
         )
         return self._records
 
-    def _begin(self, run: LearnerRun, begin: StartPoint) -> None:
-        assert self._stopping is not None
-        run.stopping = self._stopping
-        self._state = run
-        self._progress.start(
-            Header(
-                name=self.recipe.run_name,
-                kind=self.recipe.kind,
-                total_steps=run.steps,
-                first_step=run.step,
-                folder=str(self.recipe.folder),
-                facts=_facts(self.recipe, begin),
-            )
+    def _begin(self, steps: int, begin: StartPoint) -> None:
+        header = Header(
+            name=self.recipe.run_name,
+            kind=self.recipe.kind,
+            total_steps=steps,
+            first_step=begin.step,
+            folder=str(self.recipe.folder),
+            facts=_facts(self.recipe, begin),
         )
+        self._progress.start(header)
 
     async def _save_model(self, run: LearnerRun) -> None:
         """The final weights as a Hugging Face checkpoint, written beside and then renamed."""
         if self._stop_asked:
             await run.checkpoints.save(run)
             return
-        await run.checkpoints.export(self.recipe.folder / MODEL_FOLDER)
+        await run.checkpoints.export(MODEL_FOLDER)
 
     def _conclude(self, outcome: RunOutcome) -> Summary:
         """Summary and report, for a run that never began too."""
@@ -303,7 +317,7 @@ class Session:
         )
         summary = summarize(recipe.folder, end)
         write_summary(recipe.folder, summary)
-        report = write_report(recipe.folder) if state is not None else None
+        report = write_report(recipe.folder) if records is not None else None
         self._progress.stop(summary, report)
         return summary
 
@@ -336,6 +350,7 @@ def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
         facts["objective"] = recipe.objective.kind
         facts["actors"] = (
             f"{recipe.rollout.replicas} rollout, {recipe.learner.ranks} learner, "
-            f"{recipe.agent.replicas} agent, {recipe.reward.replicas if recipe.reward else 0} reward"
+            f"{recipe.agent.replicas} agent, "
+            f"{recipe.reward.replicas if recipe.reward else 0} reward"
         )
     return facts

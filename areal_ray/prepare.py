@@ -5,35 +5,43 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal_ray.assembly import StartPoint
-from areal_ray.checkpoint import latest_checkpoint
+from areal_ray.checkpoint import Checkpoints
 from areal_ray.core.imports import resolve
 from areal_ray.errors import ArealRayError, DataError, RecipeError
-from areal_ray.recipe import Recipe, load_recipe
-
-MODEL_FOLDER = "model"
-"""Of a run's final Hugging Face checkpoint, in its folder."""
+from areal_ray.recipe import Recipe, model_recipe
+from areal_ray.runtime.saving import CHECKPOINTS_FOLDER
 
 
-def begin_at(recipe: Recipe, *, resume: bool) -> StartPoint:
+def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> StartPoint:
     """Where the run starts: its model, or its last whole checkpoint.
+
+    Args:
+        recipe: What to run.
+        resume: Begin at the checkpoint.
+        tell: Takes a line about what was found.
 
     Raises:
         DataError: There is no checkpoint to resume from.
     """
     if not resume:
-        return StartPoint(recipe.model_path)
-    found = latest_checkpoint(recipe.folder)
-    if found is None:
+        return StartPoint(_absolute(recipe.model_path))
+    found = Checkpoints(recipe.folder / CHECKPOINTS_FOLDER).latest()
+    for told in found.skipped:
+        tell(told)
+    if found.checkpoint is None:
         raise DataError(
-            f"resume: {recipe.folder} has no whole checkpoint. Start the run anew, with "
-            "checkpoint.every_steps above 0"
+            f"resume: {recipe.folder} has no whole checkpoint. Start the run anew with "
+            "--overwrite, and checkpoint.every_steps small enough to leave one"
         )
+    state = found.checkpoint.state
+    tell(f"resumes after step {state['step']}, at version {state['version']}")
+    folder = str(found.checkpoint.folder.resolve())
     return StartPoint(
-        str(found.model_folder),
-        step=int(found.state["step"]),
-        version=int(found.state["version"]),
-        checkpoint=str(found.model_folder),
-        state=dict(found.state),
+        folder,
+        step=int(state["step"]),
+        version=int(state["version"]),
+        checkpoint=folder,
+        state=state,
     )
 
 
@@ -51,13 +59,7 @@ def make_model(recipe: Recipe, train_first: Callable[[Recipe], None]) -> None:
     if create is None or (folder / "config.json").exists():
         return
     if recipe.model.is_created_by_recipe:
-        other = load_recipe(_beside(recipe, create), [f"seed={recipe.seed}"])
-        made = other.folder / MODEL_FOLDER
-        if made.resolve() != folder.resolve():
-            raise RecipeError(
-                f"model.create: {create} leaves its model in {made}, and model.path is {folder}; "
-                "they must be the same folder. Change model.path or the other recipe's name"
-            )
+        other = model_recipe(recipe)
         train_first(other)
     else:
         function = resolve(create, recipe.import_roots, where="model.create")
@@ -66,16 +68,6 @@ def make_model(recipe: Recipe, train_first: Callable[[Recipe], None]) -> None:
         raise RecipeError(
             f"model.create: {create} left no Hugging Face checkpoint in {folder} (no config.json)"
         )
-
-
-def _beside(recipe: Recipe, create: str) -> Path:
-    """The other recipe: from the working directory, or from where this one lies."""
-    if recipe.origin is None or Path(create).exists():
-        return Path(create)
-    for folder in recipe.origin.resolve().parents:
-        if (folder / create).exists():
-            return folder / create
-    return Path(create)
 
 
 def _call(function: Callable[[Path, int], object], name: str, folder: Path, seed: int) -> None:
@@ -91,3 +83,8 @@ def _call(function: Callable[[Path, int], object], name: str, folder: Path, seed
         raise RecipeError(
             f"model.create: {name} failed: {type(error).__name__}: {error}"
         ) from error
+
+
+def _absolute(model_path: str) -> str:
+    """A folder as an absolute path, since actors may work elsewhere; a hub name as it is."""
+    return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path

@@ -1,5 +1,6 @@
 """Records: turns what the loops report into metric rows, progress lines and the run's summary."""
 
+import pickle
 import resource
 import time
 from collections import Counter
@@ -70,7 +71,7 @@ class Records:
         # Each payload passes once as an answer and once as an argument, twice in all.
         carried = [made.payload_bytes, scored.payload_bytes]
         inlined = sum(2 * size for size in carried if size < _INLINED_BYTES)
-        self._window.add("driver/bytes", inlined + made.summary_bytes + scored.summary_bytes)
+        self._window.add("driver/bytes", inlined + len(pickle.dumps((made, scored))))
 
     def failed(self, lease: Lease, reason: str) -> None:
         """A group gave no usable result."""

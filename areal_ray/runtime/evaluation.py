@@ -16,7 +16,7 @@ from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
 from areal_ray.errors import ActorLost
 from areal_ray.runtime.fleet import Fleet, call
-from areal_ray.runtime.param_sync_actor import CommittedWeights
+from areal_ray.runtime.param_sync_actor import Committed
 from areal_ray.runtime.run_config import EvaluationConfig
 from areal_ray.runtime.services import SyncService
 
@@ -29,7 +29,7 @@ class Pinned:
 
     step: int
     """Steps done when it was pinned."""
-    committed: CommittedWeights
+    committed: Committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +137,13 @@ class EvaluationService:
             pass_at_n=sum(count > 0 for count in solved) / len(self._tasks),
         )
 
-    async def _serve(self, committed: CommittedWeights) -> None:
+    async def _serve(self, committed: Committed) -> None:
         if committed.version == self._served or self._replica is None:
             return
         assert committed.plan is not None, "a version above the first always has a snapshot"
         name = "evaluation replica"
-        load = self._replica.weights_stage.remote(
-            committed.plan, committed.version, committed.payload
+        load = self._replica.weights_load.remote(
+            committed.plan, committed.version, committed.snapshot
         )
         await call(name, load)
         await call(name, self._replica.weights_swap.remote(committed.version))

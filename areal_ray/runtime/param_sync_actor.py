@@ -23,7 +23,7 @@ from areal_ray.core.buckets import BucketPlan
 from areal_ray.errors import ArealRayError, PublishError
 from areal_ray.runtime.answers import Answers, ask, ask_all
 from areal_ray.runtime.fleet import call
-from areal_ray.runtime.membership import Membership
+from areal_ray.runtime.membership import Membership, NoReplicaLeft
 from areal_ray.runtime.weights_config import WeightsConfig
 
 _GRACE_S = 3.0

@@ -100,8 +100,9 @@ class RolloutActor:
 
     def _catch_up(self, sync: Any) -> None:
         committed = ray.get(sync.committed.remote())
-        if committed.payload and committed.version > self._engine.health().version:
-            self._receiver.stage(committed.plan, committed.version, committed.payload)
+        if committed.snapshot and committed.version > self._engine.health().version:
+            payload = ray.get(committed.snapshot[0])
+            self._receiver.stage_payload(committed.plan, committed.version, payload)
             self._engine.swap(self._receiver.take(committed.version), committed.version, "keep")
 
     # Sampling
@@ -178,18 +179,22 @@ class RolloutActor:
         """Join the collective group of the next publishes; the address of its meeting point."""
         return await self._in_order(self._receiver.join, membership, rank)
 
-    async def weights_stage(
-        self, plan: BucketPlan, version: int, payload: Sequence[Any] | None = None
+    async def weights_stage(self, plan: BucketPlan, version: int) -> list[str]:
+        """Receive a version into staging memory beside the live weights; its digests."""
+        return await self._in_order(self._receiver.stage, plan, version)
+
+    async def weights_load(
+        self, plan: BucketPlan, version: int, payload: Sequence[Any]
     ) -> list[str]:
-        """Receive a version into staging memory beside the live weights; its digests.
+        """Stage a version out of the object store; its digests.
 
         Args:
             plan: How the bytes are laid out.
             version: What they become.
-            payload: The one reference to a snapshot, in a list so that Ray passes it on unread;
-                null = from the collective group.
+            payload: The one reference to them, in a list so that Ray passes it on unread.
         """
-        return await self._in_order(self._receiver.stage, plan, version, payload)
+        buffer = await payload[0]
+        return await self._in_order(self._receiver.stage_payload, plan, version, buffer)
 
     async def weights_swap(self, version: int) -> float:
         """Make the staged version the live one; seconds the engine stood still."""

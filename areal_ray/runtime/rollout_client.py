@@ -139,10 +139,10 @@ class RolloutClient:
         alive = [lane for lane in self._lanes if not lane.down_reason] or self._lanes
         least = min(alive, key=lambda lane: len(lane.pending))
         home = self._homes.get(prefix_key) if prefix_key else None
-        if home in alive and home is not None:
-            if len(home.pending) < len(least.pending) + self._spill_requests:
-                self._homes.move_to_end(prefix_key)
-                return home
+        limit = len(least.pending) + self._spill_requests
+        if home is not None and home in alive and len(home.pending) < limit:
+            self._homes.move_to_end(prefix_key)
+            return home
         if prefix_key:
             self._homes[prefix_key] = least
             if len(self._homes) > _REMEMBERED_PREFIXES:
@@ -272,9 +272,7 @@ class RolloutClient:
         if pending.tries >= self._max_tries:
             tries = f"was given to a replica {pending.tries} times"
             pending.future.set_exception(
-                ActorLost(
-                    f"turn {pending.request.request_id} {tries}; last, {lane.name}: {reason}"
-                )
+                ActorLost(f"turn {pending.request.request_id} {tries}; last, {lane.name}: {reason}")
             )
         else:
             self._route(pending)
@@ -286,4 +284,3 @@ class RolloutClient:
         started = f"turn {request_id} waited {self._deadline_s:g} s for {where}{state}"
         counts = ", ".join(f"{lane.name} {len(lane.pending)}" for lane in self._lanes)
         return f"{started}. Turns pending: {counts}. Raise rollout deadlines if this is normal"
-

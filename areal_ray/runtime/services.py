@@ -18,7 +18,7 @@ from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation
 from areal_ray.runtime.fleet import Fleet, call
 from areal_ray.runtime.membership import NoReplicaLeft
-from areal_ray.runtime.param_sync_actor import CommittedWeights, PublishReport
+from areal_ray.runtime.param_sync_actor import Committed, PublishReport
 
 _RETRY_S = 1.0
 
@@ -79,6 +79,11 @@ class AgentService:
             )
         finally:
             self._tracker.leave(lease.group_id)
+
+    def dump(self, payloads: Sequence[ObjectRef], step: int) -> None:
+        """Have the first agent actor write these groups' episodes down; nobody waits for it."""
+        first = self.fleet.names()[0]  # one writer a file
+        self.fleet.handles[first].dump_episodes.remote(list(payloads), step)
 
 
 class RewardService:
@@ -195,6 +200,6 @@ class SyncService:
                 self._tell(f"publish of version {version} waits: {error}")
                 await asyncio.sleep(_RETRY_S)
 
-    async def committed(self) -> CommittedWeights:
+    async def committed(self) -> Committed:
         """The version in force and, where there is one, its snapshot."""
         return await call("param-sync", self.handle.committed.remote())

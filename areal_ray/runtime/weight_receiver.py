@@ -31,6 +31,11 @@ class WeightReceiver:
         self._staged: tuple[int, BucketPlan, Tensor] | None = None
         self._accepted_plan = ""
 
+    @property
+    def staged_version(self) -> int | None:
+        """The version in staging memory, if one is whole there."""
+        return None if self._staged is None else self._staged[0]
+
     def join(self, membership: Membership, rank: int) -> str:
         """Leave any group and meet the members of this one; the address of its store.
 

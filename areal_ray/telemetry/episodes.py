@@ -71,6 +71,11 @@ class EpisodeLog:
 
     def write(self, lines: Iterable[dict[str, Any]]) -> None:
         """Append the lines of a group."""
-        with self._path.open("ab") as file:
+        self.append(self._path.parent, lines)
+
+    @staticmethod
+    def append(folder: Path, lines: Iterable[dict[str, Any]]) -> None:
+        """Append the lines of a group to the episodes.jsonl in `folder`, as it is."""
+        with (folder / EPISODES_FILE).open("ab") as file:
             for line in lines:
                 file.write(dumps_strict(line).encode() + b"\n")

@@ -1,0 +1,299 @@
+"""AgentActor: runs all sibling episodes of a group, and thousands of them at once.
+
+An episode is a coroutine that mostly waits, so one actor with one event loop holds very many;
+their model calls leave through one coalescing client. Spawn it with a `max_concurrency` of at
+least the groups in flight. Its state comes from the constructor alone.
+
+run_group waits for: the agents and the rollout fleet; bounded by agent.timeout_s an attempt.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_ray.agents.chat_client import ChatClient, ChatLimits
+from areal_ray.agents.episode import AgentConfig, EpisodeEnd, check_agent, run_episode
+from areal_ray.core.imports import resolve
+from areal_ray.core.seeds import derive_seed
+from areal_ray.core.summaries import Failure, GroupSummary
+from areal_ray.core.task import Task
+from areal_ray.core.trajectory import (
+    Group,
+    Outcome,
+    StopReason,
+    Trajectory,
+    decode_group,
+    encode_group,
+)
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
+from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.template import ChatTemplate
+from areal_ray.runtime.rollout_client import RolloutClient
+from areal_ray.telemetry.episodes import EpisodeLog, episode_lines
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHealth:
+    """One agent actor's account of itself."""
+
+    name: str
+    incarnation: str
+    """Differs after every restart."""
+    num_episodes: int
+    """Under way."""
+    num_turns_pending: int
+    """Model calls waiting for a rollout replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One episode, ended."""
+
+    end: EpisodeEnd
+    trajectories: tuple[Trajectory, ...]
+    num_turns: int
+    splits: Counter[str]
+
+
+class AgentActor:
+    """One replica of the agent service."""
+
+    def __init__(
+        self,
+        name: str,
+        model_path: str,
+        config: AgentConfig,
+        sampling: SamplingConfig,
+        *,
+        replicas: Mapping[str, Any],
+        context_tokens: int,
+        deadline_s: float = 600.0,
+        search: Sequence[str] = (),
+        run_folder: str = "",
+    ) -> None:
+        """Load the tokenizer and the agent.
+
+        Args:
+            name: For messages.
+            model_path: Checkpoint whose tokenizer and chat template render the prompts.
+            config: Agent and limits.
+            sampling: How every turn is sampled.
+            replicas: Handles of rollout actors, by name.
+            context_tokens: Prompt and sampled tokens that an engine holds at most.
+            deadline_s: Longest wait for one turn.
+            search: Import roots for the agent's code.
+            run_folder: Where sample episodes are written down; empty = nowhere.
+        """
+        self._name = name
+        self._run_folder = run_folder
+        self._config = config
+        self._sampling = {sampling.max_new_tokens: sampling}
+        self._agent = resolve(config.run, search, where="agent.run")
+        check_agent(self._agent, config)
+        self._template = ChatTemplate.from_folder(model_path)
+        self._limits = ChatLimits(
+            max_new_tokens=sampling.max_new_tokens,
+            context_tokens=context_tokens,
+            max_turns=config.max_turns,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+        # A restarted actor must not collect what its predecessor asked for.
+        self._incarnation = uuid4().hex[:12]
+        client_id = f"{name}-{self._incarnation}"
+        self._rollouts = RolloutClient(replicas, client_id, deadline_s=deadline_s)
+        self._num_episodes = 0
+        self._told: set[str] = set()
+
+    async def run_group(
+        self, task: Task, group_id: str, n_samples: int, seed: int
+    ) -> tuple[GroupSummary, bytes]:
+        """Run the sibling episodes of `task`; a failed one is attempted anew.
+
+        Args:
+            task: The same for all siblings.
+            group_id: Unique in the run.
+            n_samples: Sibling episodes.
+            seed: Of the group; every turn of every attempt derives its own from it.
+
+        Returns:
+            The summary, and the usable siblings as `core.trajectory.encode_group` writes them.
+
+        Raises:
+            ActorLost, EngineError, DeadlineExceeded: The rollout fleet failed, not the agent.
+        """
+        siblings = [
+            asyncio.create_task(self._sibling(task, group_id, sample, seed))
+            for sample in range(n_samples)
+        ]
+        try:
+            attempts = [attempt for made in await asyncio.gather(*siblings) for attempt in made]
+        finally:
+            for sibling in siblings:
+                sibling.cancel()
+        usable = [t for a in attempts if a.end.outcome.is_scored for t in a.trajectories]
+        payload = encode_group(Group(group_id, task.id, tuple(usable)))
+        summary = _summary(task.id, group_id, attempts, usable)
+        self._tell_splits(summary)
+        return replace(summary, payload_bytes=len(payload)), payload
+
+    async def health(self) -> AgentHealth:
+        """What it is doing now."""
+        return AgentHealth(
+            self._name, self._incarnation, self._num_episodes, self._rollouts.num_pending
+        )
+
+    async def dump_episodes(self, payloads: Sequence[Any], step: int) -> None:
+        """Write the episodes of groups that `step` trained on to episodes.jsonl.
+
+        Args:
+            payloads: References to encoded groups, in a list so that Ray passes them on unread.
+            step: Steps done when they were trained on.
+        """
+        for payload in payloads:
+            group = decode_group(await payload)
+            EpisodeLog.append(Path(self._run_folder), episode_lines(group, self._texts, step))
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        return [self._template.token_text(token_id) for token_id in ids]
+
+    async def close(self) -> None:
+        """Abort what is under way."""
+        await self._rollouts.close()
+
+    async def _sibling(self, task: Task, group_id: str, sample: int, seed: int) -> list[_Attempt]:
+        """All attempts at one sibling; the last one is usable unless all failed."""
+        attempts: list[_Attempt] = []
+        for attempt in range(self._config.episode_retries + 1):
+            suffix = f".{attempt}" if attempt else ""
+            episode_id = f"{group_id}/{sample}{suffix}"
+            attempts.append(
+                await self._attempt(task, group_id, episode_id, derive_seed(seed, sample, attempt))
+            )
+            if attempts[-1].end.outcome.is_scored:
+                break
+        return attempts
+
+    async def _attempt(self, task: Task, group_id: str, episode_id: str, seed: int) -> _Attempt:
+        recorder = Recorder(self._template)
+        client = ChatClient(recorder, self._sampler(group_id, episode_id, seed), self._limits)
+        self._num_episodes += 1
+        try:
+            end = await run_episode(self._agent, task, client, self._config)
+        finally:
+            self._num_episodes -= 1
+        end = _as_recorded(end, recorder)
+        trajectories: list[Trajectory] = []
+        if end.outcome.is_scored:
+            trajectories = recorder.trajectories(
+                task_id=task.id,
+                group_id=group_id,
+                episode_id=episode_id,
+                reward=end.reward,
+                outcome=end.outcome,
+                failure=end.reason,
+                seconds=end.seconds,
+            )
+        return _Attempt(end, tuple(trajectories), recorder.num_turns, recorder.splits)
+
+    def _sampler(self, group_id: str, episode_id: str, seed: int) -> Callable[..., Any]:
+        async def sample(
+            prompt_ids: NDArray[np.int32], max_new_tokens: int, turn_id: int
+        ) -> GenerationResult:
+            request = GenerationRequest(
+                request_id=f"{episode_id}#{turn_id}",
+                prompt_ids=prompt_ids,
+                sampling=self._sampling_of(max_new_tokens),
+                seed=derive_seed(seed, turn_id),
+                prefix_key=group_id,
+            )
+            return await self._rollouts.generate(request)
+
+        return sample
+
+    def _sampling_of(self, max_new_tokens: int) -> SamplingConfig:
+        known = self._sampling.get(max_new_tokens)
+        if known is None:
+            ours = next(iter(self._sampling.values()))
+            known = ours.model_copy(update={"max_new_tokens": max_new_tokens})
+            self._sampling[max_new_tokens] = known
+        return known
+
+    def _tell_splits(self, summary: GroupSummary) -> None:
+        for reason, count in summary.splits.items():
+            if reason not in self._told:
+                self._told.add(reason)
+                _log.warning(
+                    "group %s: %d records split: %s. Counted from here on, not told again",
+                    summary.group_id,
+                    count,
+                    reason,
+                )
+
+
+def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:
+    """The agent's end, with what the record knows and the agent need not."""
+    if end.outcome is not Outcome.OK:
+        return end
+    if recorder.num_turns == 0:
+        return replace(
+            end, outcome=Outcome.AGENT_ERROR, reason="the agent ended without a model call"
+        )
+    if recorder.last_stop_reason is StopReason.LENGTH:
+        return replace(
+            end, outcome=Outcome.TRUNCATED, reason="the last turn reached its token limit"
+        )
+    return end
+
+
+def _summary(
+    task_id: str, group_id: str, attempts: Sequence[_Attempt], usable: Sequence[Trajectory]
+) -> GroupSummary:
+    failures = Counter(
+        (str(a.end.outcome), a.end.reason) for a in attempts if not a.end.outcome.is_scored
+    )
+    seconds: Counter[str] = Counter()
+    splits: Counter[str] = Counter()
+    for attempt in attempts:
+        seconds.update(attempt.end.seconds)
+        splits.update(attempt.splits)
+    group = Group(group_id, task_id, tuple(usable))
+    return GroupSummary(
+        group_id=group_id,
+        task_id=task_id,
+        num_usable=sum(a.end.outcome.is_scored for a in attempts),
+        oldest_version=group.oldest_version,
+        newest_version=max((t.newest_version for t in usable), default=-1),
+        num_tokens=group.num_tokens,
+        longest_tokens=max((len(t.token_ids) for t in usable), default=0),
+        shared_prefix_tokens=_shared_prefix(usable),
+        num_sampled_tokens=sum(t.num_sampled_tokens for t in usable),
+        num_turns=sum(a.num_turns for a in attempts),
+        payload_bytes=0,
+        outcomes=dict(Counter(str(a.end.outcome) for a in attempts)),
+        failures=tuple(Failure(*key, count) for key, count in failures.items()),
+        splits=dict(splits),
+        seconds={place: float(s) for place, s in seconds.items()},
+    )
+
+
+def _shared_prefix(usable: Sequence[Trajectory]) -> int:
+    """Leading prompt tokens that are the same in all trajectories."""
+    if not usable:
+        return 0
+    first = usable[0]
+    shared = min(t.num_prompt_tokens for t in usable)
+    for other in usable[1:]:
+        differs = np.flatnonzero(first.token_ids[:shared] != other.token_ids[:shared])
+        shared = int(differs[0]) if len(differs) else shared
+    return shared
