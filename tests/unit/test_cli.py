@@ -1,0 +1,122 @@
+"""The command line: exit codes, short errors, and that what is printed is what runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_ray.cli import main
+from areal_ray.recipe import load_recipe
+from areal_ray.run_folder import RunFolder
+
+RECIPE = """\
+kind: rl
+name: sums
+steps: 4
+model: {path: gone/for/ever}
+tasks: {source: "nowhere.tasks:train"}
+reward: {score: "nowhere.reward:score"}
+admission: {groups_per_step: 4}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return "r.yaml"
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "r.yaml", "steps=7.5"],
+        ["train", "r.yaml", "admission.max_stalness=3"],
+        ["train", "r.yaml", "objective.kind=unknown"],
+        ["train", "gone.yaml"],
+        ["resume", "gone"],
+        ["eval", "gone"],
+        ["train", "r.yaml"],
+        ["train", "r.yaml", "--overwrit"],
+        ["trian", "r.yaml"],
+    ],
+)
+def test_a_mistake_of_the_user_is_a_few_lines_and_exit_code_2(recipe, words, capsys):
+    assert run(*words) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert 1 <= len(told) <= 5
+    assert not any("Traceback" in line for line in told)
+
+
+def test_the_whole_trace_is_shown_on_demand(recipe):
+    with pytest.raises(Exception, match="must be a whole number"):
+        main(["train", recipe, "steps=x", "--trace"])
+
+
+def test_plan_tells_everything_wrong_at_once_and_starts_nothing(recipe, capsys):
+    code = run("plan", recipe, "cluster.fileroot=/proc/runs", "cluster.num_cpus=2",
+               "rollout.num_cpus=8")  # fmt: skip
+    assert code == 2
+    told = capsys.readouterr().err.splitlines()
+    keys = [line.split(": ")[1] for line in told]
+    assert keys == [
+        "cluster.fileroot", "model.path", "reward.score", "tasks.source", "layout",
+    ]  # fmt: skip
+    assert "rollout 1 x 8" in told[-1]
+
+
+def test_plan_shows_which_actor_goes_where(recipe, capsys):
+    run("plan", recipe, "cluster.num_cpus=2", "rollout.replicas=2")
+    out = capsys.readouterr().out
+    for actor in ("rollout-0", "rollout-1", "learner-0", "agent-0", "reward-0", "param-sync"):
+        assert f"\n{actor} " in out
+    assert "1 node with 2 CPUs and 0 GPUs" in out or "GPUs" in out
+
+
+def test_a_printed_recipe_is_the_recipe_that_runs(recipe, capsys, tmp_path):
+    overrides = ["seed=3", "learner.optimizer.lr=1e-5", "name=007"]
+    assert run("train", recipe, *overrides, "--print-config") == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert load_recipe("printed.yaml").digest == load_recipe(recipe, overrides).digest
+
+
+def test_a_shortened_option_is_not_taken_for_another(recipe, capsys):
+    assert run("train", recipe, "--print-conf") == 2
+    assert "No such option" in capsys.readouterr().err
+
+
+def test_the_schema_is_valid_json(capsys, tmp_path, monkeypatch):
+    assert run("schema") == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Recipe"
+    monkeypatch.chdir(tmp_path)
+    assert run("schema", "--output", "s.json") == 0
+    assert json.loads((tmp_path / "s.json").read_text())["title"] == "Recipe"
+
+
+def test_status_lists_runs_and_tells_what_a_running_one_waits_for(recipe, capsys):
+    assert run("status") == 0
+    assert "no runs" in capsys.readouterr().out
+    folder = RunFolder.claim(Path("runs/sums"), load_recipe(recipe).to_yaml())
+    folder.write_status({"step": 3, "version": 3, "waits": {"learner": "3 of 16 groups"}})
+    assert run("status", "sums") == 0
+    out = capsys.readouterr().out
+    assert "sums: running" in out
+    assert "3 of 16 groups" in out
+    folder.release()
+    assert run("status") == 0
+    assert "ended without a summary" in capsys.readouterr().out
+
+
+def test_a_run_name_that_is_taken_is_refused_before_anything_starts(recipe, capsys):
+    RunFolder.claim(Path("runs/sums"), load_recipe(recipe).to_yaml()).release()
+    Path("runs/sums/metrics.jsonl").write_text("{}\n")
+    assert run("train", recipe) == 2
+    assert "holds another run" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""What a recipe names is looked at before anything starts, and all that is wrong told at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_ray.errors import RecipeError
+from areal_ray.preflight import check_files, preflight
+from areal_ray.recipe import Recipe, load_recipe
+
+CODE = """\
+from areal_ray.core.task import Task
+
+def train(path="", empty=False):
+    if path:
+        open(path).close()
+    return [] if empty else [Task("a", ({"role": "user", "content": "1+1"},), 2)]
+
+async def solve(task, client):
+    return None
+
+def not_async(task, client):
+    return None
+
+def score(task, trajectory):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe, its code and a checkpoint that looks whole."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums_code.py").write_text(CODE)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer.json").write_text("{}")
+    (tmp_path / "r.yaml").write_text(
+        "kind: rl\nname: sums\nsteps: 1\nmodel: {path: model}\n"
+        "tasks: {source: 'sums_code:train'}\nagent: {run: 'sums_code:solve'}\n"
+        "reward: {score: 'sums_code:score'}\nadmission: {groups_per_step: 1}\n"
+    )
+    return tmp_path
+
+
+def recipe_of(folder: Path, *overrides: str) -> Recipe:
+    return load_recipe(folder / "r.yaml", overrides)
+
+
+def test_a_recipe_whose_files_are_there_passes(folder):
+    assert check_files(recipe_of(folder)) == []
+    preflight(recipe_of(folder))
+
+
+def test_all_that_is_wrong_is_told_at_once(folder):
+    recipe = recipe_of(
+        folder,
+        "model.path=gone/nowhere/model",
+        "tasks.args={path: gone.jsonl}",
+        "reward.score=sums_code:scroe",
+        "agent.run=sums_code:not_async",
+        "cluster.fileroot=/proc/runs",
+    )
+    with pytest.raises(RecipeError) as caught:
+        preflight(recipe)
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "cluster.fileroot",
+        "model.path",
+        "agent.run",
+        "reward.score",
+        "tasks",
+    ]
+    assert "Did you mean 'score'?" in lines[3]
+    assert "FileNotFoundError" in lines[4]
+    assert "gone.jsonl" in lines[4]
+    assert all(line.startswith("r.yaml: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("tasks.source=nowhere:train", "tasks.source: 'nowhere:train'"),
+        ("tasks.source=sums_code", "must read 'package.module:name'"),
+        ("tasks.args={empty: true}", "gave no tasks"),
+        ("tasks.args={pth: x}", "tasks.args: sums_code:train cannot be called"),
+        ("agent.args={depth: 3}", "agent.args"),
+        ("model={path: x, create: gone.yaml}", "gone.yaml: No such file"),
+        ("model={path: x, create: 'sums_code:mkae'}", "model.create"),
+        ("evaluation={tasks: {source: 'sums_code:held'}}", "evaluation.tasks.source"),
+    ],
+)
+def test_what_a_recipe_names_must_be_there(folder, override, told):
+    problems = check_files(recipe_of(folder, override))
+    assert len(problems) == 1
+    assert told in problems[0]
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_half_a_checkpoint_is_named(folder, missing):
+    (folder / "model" / missing).unlink()
+    problems = check_files(recipe_of(folder))
+    assert len(problems) == 1
+    assert problems[0].startswith("model.path: ")
+
+
+def test_a_folder_with_another_run_is_told_with_the_rest(folder):
+    run = folder / "runs" / "sums"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("")
+    (run / "metrics.jsonl").write_text("{}")
+    with pytest.raises(RecipeError, match="holds another run"):
+        preflight(recipe_of(folder))
+    preflight(recipe_of(folder), resume=True)
+    preflight(recipe_of(folder), overwrite=True)
+
+
+def test_the_recipe_that_makes_the_model_is_checked_too(folder):
+    (folder / "warm.yaml").write_text(
+        "kind: sft\nname: warm\nmodel: {path: model}\n"
+        "sft: {phases: [{source: 'sums_code:lessons', steps: 1, batch_size: 1}]}\n"
+    )
+    recipe = recipe_of(folder, "model={path: runs/warm/model, create: warm.yaml}")
+    problems = check_files(recipe)
+    assert len(problems) == 1
+    assert problems[0].startswith("warm.yaml: sft.phases.0.source: ")

@@ -1,0 +1,169 @@
+"""The recipe as a whole: what it refuses, and that saving and reading it changes nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.errors import RecipeError
+from areal_ray.recipe import (
+    Recipe,
+    evaluation_of,
+    load_recipe,
+    model_recipe,
+    parse_recipe,
+    recipe_schema,
+)
+
+TEXT = """\
+kind: rl
+name: sums-{seed}
+steps: 40
+model: {path: "{fileroot}/warm-{seed}/model", create: warm.yaml}
+tasks: {source: "recipes.sums.tasks:train"}
+reward: {score: "areal_ray.rewards.math:score"}
+admission: {groups_per_step: 32}
+rollout: {sampling: {max_new_tokens: 24, top_k: 5}}
+"""
+
+
+def refused(*overrides: str, text: str = TEXT) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value).splitlines()
+
+
+def test_overrides_are_typed_by_the_schema_and_the_last_one_wins():
+    recipe = parse_recipe(
+        TEXT, ["learner.optimizer.lr=1e-5", "steps=3", "steps=4", "evaluation=null"]
+    )
+    assert recipe.learner.optimizer.lr == 1e-5
+    assert recipe.steps == 4
+    assert recipe.evaluation is None
+
+
+def test_a_saved_recipe_reads_back_as_the_same_recipe(tmp_path):
+    recipe = parse_recipe(TEXT, ["seed=7", "name=1e3", "admission.max_concurrent_rollouts=5"])
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    again = load_recipe(tmp_path / "recipe.yaml")
+    assert again.digest == recipe.digest
+    assert again.to_yaml() == recipe.to_yaml()
+    assert again.name == "1e3"
+
+
+def test_recipes_that_differ_in_one_value_have_different_digests():
+    changes = ("seed=1", "seed=2", "learner.optimizer.lr=3e-5", "tasks.args={a: 1}")
+    assert len({parse_recipe(TEXT, [change]).digest for change in changes}) == len(changes)
+
+
+def test_seed_and_fileroot_stand_in_names_and_paths():
+    recipe = parse_recipe(TEXT, ["seed=3", "cluster.fileroot=/tmp/r"])
+    assert recipe.folder == Path("/tmp/r/sums-3")
+    assert recipe.model_path == "/tmp/r/warm-3/model"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "must"),
+    [
+        ("learner.ppo_n_minibatches=5", "learner.ppo_n_minibatches", "must divide"),
+        ("rollout.sampling.temperature=0", "rollout.sampling.temperature", "above 0"),
+        ("rollout.sampling.temperature=-1", "rollout.sampling.temperature", ">= 0"),
+        ("admission.n_samples=1", "admission.n_samples", "Use 2 or more"),
+        ("admission.max_head_offpolicyness=-1", "admission.max_head_offpolicyness", ">= 0"),
+        ("rollout.num_gpus=1", "cluster.n_gpus_per_node", "must hold 1 GPUs"),
+        ("learner.engine.device=cuda", "learner.num_gpus", "above 0"),
+        ("name=a/b", "name", "plain folder name"),
+        ("steps=0", "steps", ">= 1"),
+        ("tasks=null", "tasks", "kind: rl needs it"),
+        ("sft={phases: [{source: 'a:b', steps: 1, batch_size: 1}]}", "sft", "no use for it"),
+        ("evaluation={every_steps: 5}", "evaluation.tasks", "must be given"),
+        ("objective.kind=grop", "objective.kind", "Did you mean 'grpo'?"),
+        ("weights.bucket_bytes=17", "weights.bucket_bytes", "multiple of 16"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_key_and_what_must_be(override, key, must):
+    lines = refused(override)
+    assert len(lines) == 1, lines
+    assert f": {key}: " in lines[0]
+    assert must in lines[0]
+
+
+def test_several_impossible_combinations_are_told_together():
+    lines = refused("learner.ppo_n_minibatches=5", "rollout.sampling.temperature=0", "nmae=x")
+    assert [line.split(": ")[1] for line in lines] == [
+        "nmae",
+        "learner.ppo_n_minibatches",
+        "rollout.sampling.temperature",
+    ]
+
+
+def test_evaluation_at_temperature_zero_is_greedy_and_allowed():
+    recipe = parse_recipe(TEXT, ["evaluation={tasks: {source: 'a:b'}, sampling: {temperature: 0}}"])
+    assert recipe.evaluation is not None
+    assert recipe.evaluation.sampling_for(recipe.rollout.sampling).temperature == 0
+
+
+def test_an_evaluation_without_sampling_is_greedy_within_the_limits_of_training():
+    recipe = parse_recipe(TEXT, ["evaluation={tasks: {source: 'a:b'}}"])
+    assert recipe.evaluation is not None
+    inherited = recipe.evaluation.sampling_for(recipe.rollout.sampling)
+    assert inherited == SamplingConfig(temperature=0.0, max_new_tokens=24)
+
+
+def test_several_greedy_samples_of_a_held_out_task_are_refused():
+    lines = refused("evaluation={tasks: {source: 'a:b'}, n_samples: 3}")
+    assert "evaluation.n_samples: is 3 with greedy sampling" in lines[0]
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(RecipeError, match=r"none.yaml: No such file"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_the_recipe_that_makes_the_model_gets_the_same_seed_and_fileroot(tmp_path):
+    (tmp_path / "warm.yaml").write_text(
+        "kind: sft\nname: warm-{seed}\nmodel: {path: m}\n"
+        "sft: {phases: [{source: 'a:b', steps: 1, batch_size: 1}]}\n"
+    )
+    (tmp_path / "grpo.yaml").write_text(TEXT)
+    recipe = load_recipe(tmp_path / "grpo.yaml", ["seed=5", f"cluster.fileroot={tmp_path}/r"])
+    maker = model_recipe(recipe)
+    assert maker.seed == 5
+    assert maker.folder / "model" == Path(recipe.model_path)
+
+
+def test_a_recipe_that_makes_a_model_elsewhere_is_refused(tmp_path):
+    (tmp_path / "warm.yaml").write_text(
+        "kind: sft\nname: other\nmodel: {path: m}\n"
+        "sft: {phases: [{source: 'a:b', steps: 1, batch_size: 1}]}\n"
+    )
+    (tmp_path / "grpo.yaml").write_text(TEXT)
+    with pytest.raises(RecipeError, match=r"model.create: warm.yaml leaves its model in"):
+        model_recipe(load_recipe(tmp_path / "grpo.yaml"))
+
+
+def test_a_run_is_evaluated_with_its_own_last_weights(tmp_path):
+    recipe = parse_recipe(TEXT, ["evaluation={tasks: {source: 'a:b'}}"])
+    with pytest.raises(RecipeError, match="holds no model/ with weights"):
+        evaluation_of(recipe, tmp_path / "r" / "sums-0")
+    model = tmp_path / "r" / "sums-0" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    scored = evaluation_of(recipe, tmp_path / "r" / "sums-0", ["rollout.replicas=2"])
+    assert (scored.kind, scored.rollout.replicas) == ("eval", 2)
+    assert scored.model_path == str(model)
+    assert scored.folder == tmp_path / "r" / "sums-{seed}-eval".replace("{seed}", "0")
+
+
+def test_a_recipe_cannot_be_changed_after_it_was_checked():
+    recipe = parse_recipe(TEXT)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.steps = 5  # type: ignore[misc]
+
+
+def test_the_schema_names_every_section_with_its_documentation():
+    schema = recipe_schema()
+    assert set(schema["properties"]) == set(Recipe.model_fields)
+    assert schema["additionalProperties"] is False
+    assert all("description" in field for field in schema["properties"].values())
