@@ -91,7 +91,7 @@ class Recipe(Config):
     cluster: ClusterConfig = ClusterConfig()
     """Nodes, GPUs and where the run folder lies."""
     scheduler: SchedulerConfig = SchedulerConfig()
-    """What places the actors."""
+    """Whether a Ray is started here or a running one joined."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long the run waits for what."""
     telemetry: TelemetryConfig = TelemetryConfig()
