@@ -34,6 +34,7 @@ class KVCache:
         self.dtype = dtype
         self.num_rows = 0
         self.num_tokens = 0
+        self._planes = torch.empty(0)
         self._allocate(0, 0)
 
     def _allocate(self, num_rows: int, num_tokens: int) -> None:

@@ -98,7 +98,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's rearranged weights; linear ones as [out, in]."""
+    """One layer's rearranged weights; linear ones as [out, in], o and down as [in, out]."""
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -144,6 +144,7 @@ class LeanForward:
             size: torch.tensor(math.sqrt(size * self._sizes.eps), dtype=dtype, device=device)
             for size in (self._sizes.hidden, self._sizes.head_dim)
         }
+        self._seen, self._hidden = torch.tensor([0.0, -math.inf], dtype=dtype, device=device)
         self._weights: LeanWeights | None = None
         self.cache_shape = CacheShape(
             self._sizes.num_layers, self._sizes.num_kv_heads, self._sizes.head_dim
@@ -186,10 +187,13 @@ class LeanForward:
             return tensors[name].detach().to(self._device, self._dtype, copy=True)
 
         embedding = get("model.embed_tokens.weight")
+        final_norm = get("model.norm.weight")
+        if self._norms_are_folded:
+            final_norm *= math.sqrt(self._sizes.hidden)
         return LeanWeights(
             layers=[self._prepare_layer(get, i) for i in range(self._sizes.num_layers)],
             embedding=embedding,
-            final_norm=get("model.norm.weight"),
+            final_norm=final_norm,
             head=embedding if self._sizes.is_tied else get("lm_head.weight"),
         )
 
@@ -208,12 +212,12 @@ class LeanForward:
         up_gate_names = ("mlp.up_proj", "mlp.gate_proj")
         qkv = joined(qkv_names, "weight", rotated=2)
         up_gate = joined(up_gate_names, "weight", rotated=0)
-        input_norm: Tensor | None = get(prefix + "input_layernorm.weight")
-        post_norm: Tensor | None = get(prefix + "post_attention_layernorm.weight")
+        input_norm = get(prefix + "input_layernorm.weight")
+        post_norm = get(prefix + "post_attention_layernorm.weight")
         if self._norms_are_folded:
             root = math.sqrt(s.hidden)
-            qkv, input_norm = qkv.mul_(input_norm * root), None
-            up_gate, post_norm = up_gate.mul_(post_norm * root), None
+            qkv.mul_(input_norm * root)
+            up_gate.mul_(post_norm * root)
         qk_norm = None
         if s.has_qk_norm:
             q_norm = self._interleave(get(prefix + "self_attn.q_norm.weight"))
@@ -225,14 +229,14 @@ class LeanForward:
             qkv=qkv,
             qkv_bias=joined(qkv_names, "bias", rotated=2) if s.has_qkv_bias else None,
             qk_norm=qk_norm,
-            o=get(prefix + "self_attn.o_proj.weight"),
+            o=get(prefix + "self_attn.o_proj.weight").t(),
             o_bias=optional("self_attn.o_proj.bias", s.has_o_bias),
             up_gate=up_gate,
             up_gate_bias=joined(up_gate_names, "bias", rotated=0) if s.has_mlp_bias else None,
-            down=get(prefix + "mlp.down_proj.weight"),
+            down=get(prefix + "mlp.down_proj.weight").t(),
             down_bias=optional("mlp.down_proj.bias", s.has_mlp_bias),
-            input_norm=input_norm,
-            post_norm=post_norm,
+            input_norm=None if self._norms_are_folded else input_norm,
+            post_norm=None if self._norms_are_folded else post_norm,
         )
 
     def _interleave(self, weight: Tensor) -> Tensor:
@@ -264,7 +268,7 @@ class LeanForward:
         for i, layer in enumerate(weights.layers):
             qkv = functional.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(m * q, -1, s.head_dim)
-            self._rotate(qkv[:, : s.num_heads + s.num_kv_heads], layer.qk_norm, rotation)
+            self._rotate(qkv, layer.qk_norm, rotation)
             cache.write(i, index, qkv[:, s.num_heads :])
             if ends is not None and i < s.num_layers - 1:
                 attended = self._attend_block(qkv, block, block_mask, cache, i)
@@ -280,9 +284,11 @@ class LeanForward:
             x = _add_linear(
                 x, functional.glu(up_gate).mul_(up_gate[:, s.ffn :]), layer.down, layer.down_bias
             )
-        return functional.linear(
-            functional.rms_norm(x, (s.hidden,), weights.final_norm, s.eps), weights.head
-        )
+        if self._norms_are_folded:
+            x = self._norm(x, None).mul_(weights.final_norm)
+        else:
+            x = self._norm(x, weights.final_norm)
+        return functional.linear(x, weights.head)
 
     def _extend_tables(self, num_tokens: int) -> None:
         if len(self._columns) >= num_tokens:
@@ -300,29 +306,29 @@ class LeanForward:
         # hypot(|x|, sqrt(size * eps)) = sqrt(size) * sqrt(mean(x * x) + eps), in a single op.
         return x / torch.hypot(length, self._floors[size])
 
-    def _rotate(self, heads: Tensor, qk_norm: Tensor | None, rotation: Tensor) -> None:
-        """Norm (Qwen3) and rotary embedding of query and key heads [t, h, d], in place."""
+    def _rotate(self, qkv: Tensor, qk_norm: Tensor | None, rotation: Tensor) -> None:
+        """Norm (Qwen3) and rotary embedding of query and key heads of [t, heads, d], in place."""
+        num_rotated = self._sizes.num_heads + self._sizes.num_kv_heads
+        heads = qkv[:, :num_rotated]
         turned = heads
         if qk_norm is not None:
             if self._norms_are_folded:
                 turned = self._norm(heads, None).mul_(qk_norm)
             else:
-                turned = (
-                    functional.rms_norm(heads, heads.shape[-1:], None, self._sizes.eps) * qk_norm
-                )
-        pairs = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2)))
-        if heads.dtype == torch.float32:
-            torch.mul(pairs, rotation, out=torch.view_as_complex(heads.unflatten(-1, (-1, 2))))
+                turned = functional.rms_norm(heads, heads.shape[-1:], None, self._sizes.eps)
+                turned = turned * qk_norm
+        pair_shape = (len(qkv), num_rotated, -1, 2)
+        if qkv.dtype == torch.float32:
+            pairs = torch.view_as_complex(turned.view(pair_shape))
+            torch.mul(pairs, rotation, out=torch.view_as_complex(heads.view(pair_shape)))
         else:
+            pairs = torch.view_as_complex(turned.float().view(pair_shape))
             heads.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
 
     def _step_mask(self, positions: Tensor, num_tokens: int) -> Tensor:
         """[m * kv_heads, 1, num_tokens] 0 up to each row's position, -inf beyond."""
         repeated = positions.repeat_interleave(self._sizes.num_kv_heads, 0).unsqueeze(1)
-        hidden = self._columns[:num_tokens] > repeated
-        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
-            hidden, -math.inf
-        )
+        return torch.where(self._columns[:num_tokens] > repeated, self._hidden, self._seen)
 
     def _block_mask(self, block: TokenBlock) -> Tensor:
         """[m, 1, q, num_tokens] True where a token may look."""
@@ -364,8 +370,8 @@ class LeanForward:
 
 
 def _add_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + y @ weight.T + bias, one op without a bias."""
-    added = torch.addmm(x, y, weight.t())
+    """x + y @ weight + bias, one op without a bias."""
+    added: Tensor = torch.addmm(x, y, weight)
     return added if bias is None else added.add_(bias)
 
 
@@ -377,10 +383,11 @@ def _inverse_frequencies(config: "PreTrainedConfig", head_dim: int) -> Tensor:
     """
     rope = config.rope_parameters
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope["rope_theta"] ** exponents
+    frequencies: Tensor = 1.0 / rope["rope_theta"] ** exponents
     if rope.get("rope_type", "default") == "default":
         return frequencies
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / rope["factor"])
+    stretched: Tensor = frequencies * (kept + (1.0 - kept) / rope["factor"])
+    return stretched

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
+from areal_ray.engines.sampling import stream
 
 _SCALARS = np.dtype(
     [
         ("length", "i8"),  # tokens known; the cache holds one less
         ("prompt", "i8"),
         ("end", "i8"),  # length at which the turn is cut
-        ("seed", "u8"),
+        ("stream", "u8"),
         ("temperature", "f4"),
         ("top_p", "f4"),
         ("top_k", "i8"),
@@ -54,7 +55,7 @@ class RowTable:
             length,
             length,
             end,
-            request.seed & 0xFFFFFFFFFFFFFFFF,
+            stream(request.seed),
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,

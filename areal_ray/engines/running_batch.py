@@ -6,37 +6,22 @@ its place, so every tensor op reads a slice. A step costs what the longest runni
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.engines.kv_cache import CacheShape, KVCache
-from areal_ray.engines.lean_forward import TokenBlock
+from areal_ray.engines.cached_model import CachedModel
 from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import RowTable, failed_result
 from areal_ray.engines.sampling import SamplingRows, sample, uniforms
 
 _FEWEST_TOKENS_WORTH_COPYING = 8
-
-
-class Forward(Protocol):
-    """A model's forward pass over a KV cache; `LeanForward` and `HfForward` are such."""
-
-    cache_shape: CacheShape
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any: ...
-
-    def install(self, weights: Any) -> None: ...
-
-    def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +40,12 @@ class BatchLimits:
 class RunningBatch:
     """Rows of running sequences over one KV cache."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        limits: BatchLimits,
-        stop_ids: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._forward = forward
+    def __init__(self, model: CachedModel, limits: BatchLimits, stop_ids: Sequence[int]) -> None:
+        self._model = model
+        self._cache = model.cache
         self._limits = limits
-        self._device = device
-        self._token_bytes = forward.cache_shape.token_bytes(dtype)
-        self._cache = KVCache(forward.cache_shape, dtype, device)
         self._kept = PrefixStore(
-            KVCache(forward.cache_shape, dtype, device),
-            limits.max_kept_rows,
-            limits.max_cache_bytes // 4,
+            model.new_cache(), limits.max_kept_rows, limits.max_cache_bytes // 4
         )
         self.version = 0
         self.sampled_tokens = 0
@@ -120,7 +94,7 @@ class RunningBatch:
                 max(len(entering[i].prompt_ids) for i in siblings),
             )
             everyone = np.concatenate((np.arange(len(order)), rows_of_leaders))
-            logits = logits.index_select(0, torch.from_numpy(everyone).to(self._device))
+            logits = logits.index_select(0, torch.from_numpy(everyone).to(self._model.device))
         return self._accept(logits, first)
 
     def take(self, waiting: deque[GenerationRequest]) -> list[GenerationRequest]:
@@ -133,7 +107,9 @@ class RunningBatch:
             prompt = len(request.prompt_ids)
             longest = max(longest, self._end(request))
             num_rows = self.num_rows + len(taken) + 1
-            fits_bytes = num_rows * longest * self._token_bytes <= self._limits.max_cache_bytes
+            fits_bytes = (
+                num_rows * longest * self._model.token_bytes <= self._limits.max_cache_bytes
+            )
             content = request.prompt_ids.tobytes()
             cost = 0 if content in seen else prompt
             fits_step = new_tokens + cost <= self._limits.max_prefill_tokens
@@ -151,20 +127,21 @@ class RunningBatch:
     def _reuse(self, leaders: Sequence[GenerationRequest]) -> list[tuple[int, int, bool]]:
         """For each prompt: row to copy from, tokens to copy, whether from a kept sequence."""
         running: dict[str, list[int]] = {}
-        for row in np.flatnonzero(self._rows.column("cache_version") == self.version):
-            running.setdefault(self._rows.requests[row].prefix_key, []).append(int(row))
+        for row in np.flatnonzero(self._rows.column("cache_version") == self.version).tolist():
+            running.setdefault(self._rows.requests[row].prefix_key, []).append(row)
+        lengths = self._rows.column("length")
         found = []
         for request in leaders:
-            # The last prompt token is always computed: its logits are wanted.
-            prompt, key = request.prompt_ids[:-1], request.prefix_key
-            row, shared = self._kept.longest(key, prompt) if key else (-1, 0)
-            best = (row, shared, True)
-            for row in running.get(key, ()) if key else ():
-                cached = self._rows.tokens[row, : self._rows.column("length")[row] - 1]
-                shared = num_shared(cached, prompt)
-                if shared > best[1]:
-                    best = (row, shared, False)
-            found.append(best if best[1] >= _FEWEST_TOKENS_WORTH_COPYING else (-1, 0, False))
+            best, key = (-1, _FEWEST_TOKENS_WORTH_COPYING - 1, False), request.prefix_key
+            if key:
+                # The last prompt token is always computed: its logits are wanted.
+                prompt = request.prompt_ids[:-1]
+                row, shared = self._kept.longest(key, prompt)
+                best = max(best, (row, shared, True), key=_num_tokens)
+                for row in running.get(key, ()):
+                    shared = num_shared(self._rows.tokens[row, : lengths[row] - 1], prompt)
+                    best = max(best, (row, shared, False), key=_num_tokens)
+            found.append(best if best[0] >= 0 else (-1, 0, False))
         return found
 
     def _copy_reused(self, reused: Sequence[tuple[int, int, bool]], first: int) -> None:
@@ -180,41 +157,10 @@ class RunningBatch:
 
     def _prefill(self, first: int, starts: NDArray[np.int64]) -> torch.Tensor:
         """[m, vocabulary] after the known tokens of rows first.., `starts` [m] of them cached."""
-        remaining = self._rows.column("length", first)[: len(starts)] - starts
-        parts, begin = [], 0
-        while begin < len(starts):
-            end, widest = begin, 0
-            while end < len(starts):
-                widest = max(widest, int(remaining[end]))
-                is_too_big = (end + 1 - begin) * widest > self._limits.max_prefill_tokens
-                is_other_kind = (starts[end] > 0) != (starts[begin] > 0)
-                is_padding = int(remaining[end]) * 2 < widest
-                if end > begin and (is_too_big or is_other_kind or is_padding):
-                    break
-                end += 1
-            parts.append(self._compute(first + begin, starts[begin:end], remaining[begin:end]))
-            begin = end
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _compute(
-        self, first: int, starts: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> torch.Tensor:
-        """[m, vocabulary] after tokens starts..starts+counts-1 of rows first..first+m-1."""
-        columns = np.arange(int(counts.max()))
-        positions = starts[:, None] + columns
-        is_real = columns < counts[:, None]
-        rows = first + np.arange(len(starts))[:, None]
-        tokens = self._rows.tokens[rows, np.where(is_real, positions, 0)].astype(np.int64)
-        positions = np.where(is_real, positions, self._cache.num_tokens)
-        block = TokenBlock(
-            token_ids=self._on_device(tokens),
-            positions=self._on_device(positions),
-            last=self._on_device(counts - 1) if len(columns) > 1 else None,
-            first_row=first,
-            num_tokens=int((starts + counts).max()),
-            is_fresh=not starts.any(),
+        lengths = self._rows.column("length", first)[: len(starts)]
+        return self._model.prefill(
+            self._rows.tokens, first, starts, lengths, self._limits.max_prefill_tokens
         )
-        return self._forward.logits(block, self._cache)
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -227,20 +173,11 @@ class RunningBatch:
         num_tokens = int(positions.max()) + 1
         if num_tokens > self._cache.num_tokens:
             self._grow(num_tokens)
-        block = TokenBlock(
-            token_ids=self._on_device(
-                self._rows.tokens[np.arange(n), positions].astype(np.int64)[:, None]
-            ),
-            positions=self._on_device(positions[:, None]),
-            last=None,
-            first_row=0,
-            num_tokens=num_tokens,
-            is_fresh=False,
-        )
-        return self._accept(self._forward.logits(block, self._cache), 0)
+        tokens = self._rows.tokens[np.arange(n), positions]
+        return self._accept(self._model.step(tokens, positions), 0)
 
     def _grow(self, num_tokens: int) -> None:
-        by_bytes = self._limits.max_cache_bytes // (self._token_bytes * self._cache.num_rows)
+        by_bytes = self._limits.max_cache_bytes // (self._model.token_bytes * self._cache.num_rows)
         self._cache.reserve(
             self._cache.num_rows,
             num_tokens,
@@ -250,9 +187,9 @@ class RunningBatch:
 
     def _accept(self, logits: torch.Tensor, first: int) -> list[GenerationResult]:
         """Sample for rows first..num_rows-1, record the tokens, let finished rows leave."""
-        uniform = uniforms(self._rows.column("seed", first), self._rows.column("length", first))
+        uniform = uniforms(self._rows.column("stream", first), self._rows.column("length", first))
         drawn, drawn_logprobs = sample(
-            logits, self._sampling_rows(first), torch.from_numpy(uniform).to(self._device)
+            logits, self._sampling_rows(first), torch.from_numpy(uniform).to(self._model.device)
         )
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
@@ -262,11 +199,11 @@ class RunningBatch:
         if not len(leaving):
             return []
         finished, ended = [], []
-        for row in leaving:
+        for row in leaving.tolist():
             if is_broken[row - first]:
                 request_id = self._rows.requests[row].request_id
                 finished.append(failed_result(request_id, _NOT_FINITE.format(self.version)))
-                self._cache.clear_row(int(row))
+                self._cache.clear_row(row)
             else:
                 reason = StopReason.STOP if is_stopped[row - first] else StopReason.LENGTH
                 finished.append(self._rows.result(row, reason))
@@ -278,14 +215,15 @@ class RunningBatch:
     def _sampling_rows(self, first: int) -> SamplingRows:
         if first == 0 and self._sampling is not None:
             return self._sampling
-        settings = [self._rows.column(name, first) for name in ("temperature", "top_p", "top_k")]
-        made = SamplingRows.of(*settings, self._device)
+        made = SamplingRows.of(
+            self._rows.column("temperature", first),
+            self._rows.column("top_p", first),
+            self._rows.column("top_k", first),
+            self._model.device,
+        )
         if first == 0:
             self._sampling = made
         return made
-
-    def _on_device(self, values: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -329,7 +267,7 @@ class RunningBatch:
         With `recompute` the keys and values of running rows are computed anew, so that the next
         token's distribution is exactly that of the new weights; else they stay as they are.
         """
-        self._forward.install(weights)
+        self._model.forward.install(weights)
         self.version = version
         self._kept.clear()
         if recompute and self.num_rows:
@@ -344,6 +282,10 @@ _NOT_FINITE = (
     "version {} of the weights gave logits that are not finite; the training step that made them "
     "diverged. Lower the learning rate or resume from an earlier checkpoint."
 )
+
+
+def _num_tokens(found: tuple[int, int, bool]) -> int:
+    return found[1]
 
 
 def _distinct_prompts(

@@ -23,15 +23,18 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = np.uint64(64 - 23)
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
-    """[n] numbers in [0, 1), a pure function of (seed, position).
+def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[n] numbers in [0, 1), a pure function of a request's stream and the token's position.
 
-    A counter hash: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), applied to
-    the seed and then to seed plus position.
+    A counter hash: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
-    return (_mix(_mix(seeds) + positions.astype(np.uint64)) >> _BITS).astype(
-        np.float32
-    ) * np.float32(2.0**-23)
+    bits = _mix(streams + positions.astype(np.uint64)) >> _BITS
+    return bits.astype(np.float32) * np.float32(2.0**-23)
+
+
+def stream(seed: int) -> np.uint64:
+    """Where a seed's numbers begin; neighbouring seeds begin far apart."""
+    return np.uint64(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))[0])
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

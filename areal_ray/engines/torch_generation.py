@@ -17,15 +17,9 @@ from typing import Any
 
 import torch
 
-from areal_ray.engines.hf_forward import HfForward
-from areal_ray.engines.lean_forward import LeanForward, why_not_lean
-from areal_ray.engines.model_files import (
-    check_tensors,
-    load_config,
-    load_tensors,
-    model_folder,
-    stop_token_ids,
-)
+from areal_ray.engines.cached_model import CachedModel
+from areal_ray.engines.generation_model import load_generation_model
+from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
     EngineHealth,
     GenerationRequest,
@@ -33,7 +27,7 @@ from areal_ray.engines.protocols import (
     OnWeightUpdate,
 )
 from areal_ray.engines.row_table import aborted_result, failed_result
-from areal_ray.engines.running_batch import BatchLimits, Forward, RunningBatch
+from areal_ray.engines.running_batch import BatchLimits, RunningBatch
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.errors import EngineError
 
@@ -63,26 +57,18 @@ class TorchGenerationEngine:
             DataError: The model folder cannot be used.
             EngineError: The model is not one this engine can run.
         """
-        self._config = config
-        folder = model_folder(model_path)
-        model_config = load_config(folder)
-        device = _device(config.device)
-        dtype = _dtype(config.dtype, device, model_config)
-        self._forward = _load_forward(folder, model_config, config.forward, dtype, device)
-        self._vocab_size = int(model_config.vocab_size)
-        self._window = _window(config.max_context_tokens, model_config)
+        self._num_threads = config.num_threads
+        self._model = load_generation_model(model_path, config)
         self._batch = RunningBatch(
-            self._forward,
+            CachedModel(self._model.forward, self._model.dtype, self._model.device),
             BatchLimits(
                 config.max_slots,
-                self._window,
+                self._model.window_tokens,
                 config.max_prefill_tokens_per_step,
                 config.kv_cache_bytes,
                 config.kept_sequences,
             ),
-            stop_token_ids(folder),
-            dtype,
-            device,
+            self._model.stop_ids,
         )
         self._batch.version = version
         self._changed = threading.Condition()
@@ -120,7 +106,7 @@ class TorchGenerationEngine:
         """
         sound, bad = [], []
         for request in requests:
-            why = self._why_bad(request)
+            why = self._model.why_refused(request.prompt_ids)
             if why:
                 bad.append(failed_result(request.request_id, why))
             else:
@@ -152,7 +138,7 @@ class TorchGenerationEngine:
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of each tensor `swap` expects; a tied head appears once."""
-        return self._forward.weight_shapes()
+        return self._model.forward.weight_shapes()
 
     def swap(
         self, tensors: Mapping[str, torch.Tensor], version: int, policy: OnWeightUpdate
@@ -172,7 +158,7 @@ class TorchGenerationEngine:
             raise EngineError("torch generation engine: swap was called from on_results.")
         with self._swap_turn, torch.inference_mode():
             check_tensors(self.weight_shapes(), tensors)
-            swap = _Swap(self._forward.prepare(tensors), version, policy)
+            swap = _Swap(self._model.forward.prepare(tensors), version, policy)
             with self._changed:
                 self._raise_if_over()
                 if self._thread is None:
@@ -215,7 +201,7 @@ class TorchGenerationEngine:
     # -- the loop thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(self._config.num_threads)
+        torch.set_num_threads(self._num_threads)
         try:
             with torch.inference_mode():
                 while self._wait_for_work():
@@ -308,25 +294,6 @@ class TorchGenerationEngine:
         if finished:
             self._on_results(finished)
 
-    # -- checks ---------------------------------------------------------------------------------
-
-    def _why_bad(self, request: GenerationRequest) -> str:
-        prompt = request.prompt_ids
-        if len(prompt) == 0:
-            return "the prompt is empty; it must hold at least one token."
-        if len(prompt) >= self._window:
-            return (
-                f"the prompt has {len(prompt)} tokens, the context window {self._window}; it must "
-                "leave room for one token. Shorten it or raise max_context_tokens."
-            )
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._vocab_size:
-            return (
-                f"token ids are {low}..{high}, must be in 0..{self._vocab_size - 1}. "
-                "Use the tokenizer of the model."
-            )
-        return ""
-
     def _raise_if_over(self) -> None:
         if self._failure is not None:
             raise EngineError(
@@ -339,52 +306,3 @@ class TorchGenerationEngine:
 
 def _ignore(results: list[GenerationResult]) -> None:
     del results
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
-    if name != "auto":
-        chosen: torch.dtype = getattr(torch, name)
-        return chosen
-    if device.type == "cpu":
-        return torch.float32
-    return model_config.dtype or torch.bfloat16
-
-
-def _window(wanted: int, model_config: Any) -> int:
-    """Context window in tokens. A sliding window is not slid: sequences end at its size."""
-    allowed = int(getattr(model_config, "max_position_embeddings", 0) or 8192)
-    kinds = getattr(model_config, "layer_types", None)
-    sliding = getattr(model_config, "sliding_window", None)
-    if sliding and (kinds is None or "sliding_attention" in kinds):
-        allowed = min(allowed, int(sliding))
-    if wanted > allowed:
-        raise EngineError(
-            f"max_context_tokens: is {wanted}, the model allows {allowed}; it must not exceed "
-            "that. Lower it, or set 0 for what the model allows."
-        )
-    return wanted or min(allowed, 8192)
-
-
-def _load_forward(
-    folder: Path, model_config: Any, which: str, dtype: torch.dtype, device: torch.device
-) -> Forward:
-    lacking = why_not_lean(model_config)
-    if which == "lean" and lacking:
-        raise EngineError(
-            f"engine.forward: is lean, but the model has {lacking}, which that forward lacks. "
-            "Set forward: auto."
-        )
-    if which == "hf" or lacking:
-        return HfForward(folder, model_config, dtype, device)
-    forward = LeanForward(model_config, dtype, device)
-    tensors = load_tensors(folder, model_config)
-    check_tensors(forward.weight_shapes(), tensors)
-    with torch.inference_mode():
-        forward.install(forward.prepare(tensors))
-    return forward

@@ -1,0 +1,125 @@
+"""A model made ready for the torch generation engine: forward, precision, window, stop tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from areal_ray.engines.cached_model import Forward
+from areal_ray.engines.hf_forward import HfForward
+from areal_ray.engines.lean_forward import LeanForward, why_not_lean
+from areal_ray.engines.model_files import (
+    check_tensors,
+    load_config,
+    load_tensors,
+    model_folder,
+    stop_token_ids,
+)
+from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from areal_ray.errors import EngineError
+
+_DEFAULT_WINDOW_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationModel:
+    """What the engine needs to know of its model."""
+
+    forward: Forward
+    dtype: torch.dtype
+    device: torch.device
+    window_tokens: int
+    """Prompt and sampled tokens of one sequence."""
+    vocab_size: int
+    stop_ids: tuple[int, ...]
+
+    def why_refused(self, prompt_ids: NDArray[np.int32]) -> str:
+        """Empty if a prompt can be served, else what is wrong with it."""
+        if len(prompt_ids) == 0:
+            return "the prompt is empty; it must hold at least one token."
+        if len(prompt_ids) >= self.window_tokens:
+            return (
+                f"the prompt has {len(prompt_ids)} tokens, the context window "
+                f"{self.window_tokens}; it must leave room for one token. Shorten it or raise "
+                "max_context_tokens."
+            )
+        low, high = int(prompt_ids.min()), int(prompt_ids.max())
+        if low < 0 or high >= self.vocab_size:
+            return (
+                f"token ids are {low}..{high}, must be in 0..{self.vocab_size - 1}. "
+                "Use the tokenizer of the model."
+            )
+        return ""
+
+
+def load_generation_model(path: str | Path, config: TorchGenerationConfig) -> GenerationModel:
+    """Read a Hugging Face model folder.
+
+    Raises:
+        DataError: The folder cannot be used.
+        EngineError: The model is not one this engine can run.
+    """
+    folder = model_folder(path)
+    model_config = load_config(folder)
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device, model_config)
+    return GenerationModel(
+        forward=_load_forward(folder, model_config, config.forward, dtype, device),
+        dtype=dtype,
+        device=device,
+        window_tokens=_window(config.max_context_tokens, model_config),
+        vocab_size=int(model_config.vocab_size),
+        stop_ids=stop_token_ids(folder),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    if device.type == "cpu":
+        return torch.float32
+    return model_config.dtype or torch.bfloat16
+
+
+def _window(wanted: int, model_config: Any) -> int:
+    """Context window in tokens. A sliding window is not slid: sequences end at its size."""
+    allowed = int(getattr(model_config, "max_position_embeddings", 0) or _DEFAULT_WINDOW_TOKENS)
+    kinds = getattr(model_config, "layer_types", None)
+    sliding = getattr(model_config, "sliding_window", None)
+    if sliding and (kinds is None or "sliding_attention" in kinds):
+        allowed = min(allowed, int(sliding))
+    if wanted > allowed:
+        raise EngineError(
+            f"max_context_tokens: is {wanted}, the model allows {allowed}; it must not exceed "
+            "that. Lower it, or set 0 for what the model allows."
+        )
+    return wanted or min(allowed, _DEFAULT_WINDOW_TOKENS)
+
+
+def _load_forward(
+    folder: Path, model_config: Any, which: str, dtype: torch.dtype, device: torch.device
+) -> Forward:
+    lacking = why_not_lean(model_config)
+    if which == "lean" and lacking:
+        raise EngineError(
+            f"engine.forward: is lean, but the model has {lacking}, which that forward lacks. "
+            "Set forward: auto."
+        )
+    if which == "hf" or lacking:
+        return HfForward(folder, model_config, dtype, device)
+    forward = LeanForward(model_config, dtype, device)
+    tensors = load_tensors(folder, model_config)
+    check_tensors(forward.weight_shapes(), tensors)
+    with torch.inference_mode():
+        forward.install(forward.prepare(tensors))
+    return forward
