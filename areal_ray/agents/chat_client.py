@@ -27,7 +27,7 @@ _IGNORED = {"model", "user", "metadata", "store", "timeout"}
 """Options that change nothing about what is sampled."""
 
 
-class LimitReached(Exception):
+class LimitReachedError(Exception):
     """A turn or token limit of the episode; agents need not catch it."""
 
 
@@ -134,7 +134,7 @@ class ChatClient:
         """Sample one assistant turn.
 
         Raises:
-            LimitReached: No turn or no room in the context window is left.
+            LimitReachedError: No turn or no room in the context window is left.
             ValueError: A message or an option cannot be honoured.
         """
         self._refuse(options)
@@ -160,9 +160,9 @@ class ChatClient:
             f"chatcmpl-{turn.turn_id}", [Choice(_message(reply), _finish(sampled, reply))], usage
         )
 
-    def _reached(self, limit: str) -> LimitReached:
+    def _reached(self, limit: str) -> LimitReachedError:
         self.limit_reached = limit
-        return LimitReached(limit)
+        return LimitReachedError(limit)
 
     def _wanted_tokens(self, max_tokens: int | None, max_completion_tokens: int | None) -> int:
         limits = {"max_tokens": max_tokens, "max_completion_tokens": max_completion_tokens}

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_ray.agents.chat_client import ChatClient, LimitReached
+from areal_ray.agents.chat_client import ChatClient, LimitReachedError
 from areal_ray.core.config import Config
 from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Outcome
@@ -31,7 +31,7 @@ class AgentConfig(Config):
 
     run: str = "areal_ray.agents.single_turn:answer"
     """`package.module:name` of `async def run(task, client, **args) -> float | None`."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for it."""
     max_turns: int = Field(8, ge=1)
     """Model calls of one episode; one more ends it as truncated."""
@@ -41,7 +41,7 @@ class AgentConfig(Config):
     """AgentActors; each runs very many episodes at once."""
     episode_retries: int = Field(2, ge=0)
     """Fresh attempts at a sibling episode that failed; 0 if the agent's side effects forbid it."""
-    cpus: float = Field(0.0, ge=0.0)
+    num_cpus: float = Field(0.0, ge=0.0)
     """CPU cores reserved for each AgentActor; 0 where agents mostly wait."""
 
 
@@ -95,7 +95,7 @@ async def run_episode(
     try:
         async with asyncio.timeout(config.timeout_s) as limit:
             reward = _as_reward(await agent(task, client, **config.args))
-    except LimitReached as reached:
+    except LimitReachedError as reached:
         outcome, reason = Outcome.TRUNCATED, str(reached)
     except EnvError as error:
         outcome, reason = Outcome.ENV_ERROR, one_line(str(error) or "environment failed")

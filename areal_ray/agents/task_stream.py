@@ -26,7 +26,7 @@ class TasksConfig(Config):
 
     source: str
     """`package.module:name` of a function that returns an iterable of `Task`."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for it."""
     shuffle: bool = True
     """Another order each epoch, fixed by the run's seed."""

@@ -109,8 +109,9 @@ def _text(content: Any, index: int) -> str:
         return content
     if isinstance(content, Sequence):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(parts)
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
     raise ValueError(
         f"messages[{index}].content: is {type(content).__name__}; must be text or a list of text "
         "parts (images are not supported)"

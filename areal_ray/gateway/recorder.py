@@ -75,6 +75,11 @@ class Recorder:
         """What the model said last."""
 
     @property
+    def last_stop_reason(self) -> StopReason:
+        """Why the last sampled turn ended; ABORT if none was."""
+        return self._turns[-1].stop_reason if self._turns else StopReason.ABORT
+
+    @property
     def num_turns(self) -> int:
         """Turns sampled so far."""
         return len(self._turns)
@@ -127,18 +132,19 @@ class Recorder:
         self.last_reply = reply
         return reply
 
-    def trajectories(self, task_id: str, group_id: str, episode_id: str) -> list[Trajectory]:
+    def trajectories(self, **fields: Any) -> list[Trajectory]:
         """One a branch, in the order they began; a prompt without samples if nothing was sampled.
 
-        Outcome, reward and times are the caller's to fill in.
+        Args:
+            fields: The same on every branch: names, outcome, reward, times.
         """
-        names = {"task_id": task_id, "group_id": group_id, "episode_id": episode_id}
+        fields = {"final_text": self.last_reply.text, **fields}
         if not self._turns:
-            return [_unsampled(self._last_prompt, names)]
+            return [_unsampled(self._last_prompt, fields)]
         leaves = sorted(
             (turn for turn in self._turns if not turn.is_extended), key=lambda turn: turn.branch_id
         )
-        return [self._trajectory(leaf, names) for leaf in leaves]
+        return [self._trajectory(leaf, fields) for leaf in leaves]
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -242,7 +248,7 @@ class Recorder:
         listed = [int(i) for i in ids]
         return listed[:-1] if listed and listed[-1] in self._template.end_ids else listed
 
-    def _trajectory(self, leaf: _Turn, names: Mapping[str, str]) -> Trajectory:
+    def _trajectory(self, leaf: _Turn, fields: Mapping[str, Any]) -> Trajectory:
         assert leaf.token_ids is not None
         total = len(leaf.prompt_ids) + len(leaf.token_ids)
         token_ids = np.concatenate([leaf.prompt_ids, leaf.token_ids])
@@ -253,6 +259,8 @@ class Recorder:
         turn: _Turn | None = leaf
         while turn is not None and turn.branch_id == leaf.branch_id:
             assert turn.token_ids is not None
+            assert turn.logprobs is not None
+            assert turn.versions is not None
             start = len(turn.prompt_ids)
             span = slice(start, start + len(turn.token_ids))
             mask[span] = True
@@ -268,12 +276,11 @@ class Recorder:
             turn_ids=turn_ids,
             branch_id=leaf.branch_id,
             stop_reason=leaf.stop_reason,
-            final_text=leaf.text,
-            **names,
+            **fields,
         )
 
 
-def _unsampled(prompt_ids: NDArray[np.int32], names: Mapping[str, str]) -> Trajectory:
+def _unsampled(prompt_ids: NDArray[np.int32], fields: Mapping[str, Any]) -> Trajectory:
     length = len(prompt_ids)
     return Trajectory(
         token_ids=prompt_ids,
@@ -282,5 +289,5 @@ def _unsampled(prompt_ids: NDArray[np.int32], names: Mapping[str, str]) -> Traje
         versions=np.full(length, -1, np.int32),
         turn_ids=np.full(length, -1, np.int16),
         stop_reason=StopReason.ABORT,
-        **names,
+        **fields,
     )

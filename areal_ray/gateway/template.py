@@ -44,9 +44,7 @@ class ChatTemplate:
             i for i in (tokenizer.eos_token_id, *_turn_enders(tokenizer)) if i is not None
         )
         """Ids that end a turn: the tokenizer's eos and ChatML's."""
-        self._specials = tuple(
-            token.content for token in tokenizer.added_tokens_decoder.values()
-        )
+        self._specials = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
         self._encode_cached = functools.lru_cache(maxsize=_KEEP_RENDERED)(self._encode)
 
     @classmethod

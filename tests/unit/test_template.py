@@ -1,0 +1,59 @@
+"""Rendering and encoding by a checkpoint's own chat template."""
+
+import pytest
+
+from areal_ray.errors import DataError
+from areal_ray.gateway.template import ChatTemplate
+from tests.support.templates import TPL_A, TPL_S, TPL_X, letter_tokenizer
+from tests.support.tiny_models import tiny_tokenizer
+
+
+def test_prompt_ids_are_a_plain_list_of_ints_equal_to_the_encoded_text():
+    template = ChatTemplate(tiny_tokenizer())
+    messages = [{"role": "user", "content": "What is 12+30?"}]
+    ids = template.prompt_ids(messages)
+    assert type(ids) is list
+    assert all(type(i) is int for i in ids)
+    text = "<|im_start|>user\nWhat is 12+30?<|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(messages) == text
+    assert "".join(template.token_text(i) for i in ids) == text
+
+
+def test_the_close_of_an_assistant_turn_is_found_in_the_template():
+    assert ChatTemplate(tiny_tokenizer()).turn_close == "<|im_end|>\n"
+    assert ChatTemplate(letter_tokenizer(), TPL_A).turn_close == "[/]\n"
+
+
+def test_a_default_system_turn_is_the_templates_own_and_appears_once():
+    template = ChatTemplate(letter_tokenizer(), TPL_S)
+    assert template.render([{"role": "user", "content": "hi"}]) == (
+        "[system]be brief[/]\n[user]hi[/]\n[assistant]"
+    )
+    with_system = [{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}]
+    assert "be brief" not in template.render(with_system)
+
+
+def test_a_conversation_the_template_refuses_is_a_value_error_that_lists_the_roles():
+    template = ChatTemplate(letter_tokenizer(), TPL_X)
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(ValueError, match=r"user, user.*must alternate"):
+        template.render(twice)
+
+
+def test_a_tool_schema_renders_the_same_whatever_its_key_order_or_null_fields():
+    source = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    template = ChatTemplate(letter_tokenizer(), source)
+    one = {"type": "function", "function": {"name": "f", "description": None}}
+    two = {"function": {"name": "f"}, "type": "function"}
+    asked = [{"role": "user", "content": "x"}]
+    assert template.render(asked, [one]) == template.render(asked, [two])
+
+
+def test_a_tokenizer_without_chat_template_is_a_data_error():
+    with pytest.raises(DataError, match="no chat template"):
+        ChatTemplate(letter_tokenizer())
+
+
+def test_a_folder_without_tokenizer_is_a_data_error_naming_it(tmp_path):
+    with pytest.raises(DataError, match=str(tmp_path)):
+        ChatTemplate.from_folder(tmp_path)
