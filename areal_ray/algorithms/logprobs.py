@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_BYTES = 64 * 1024 * 1024
-"""Logits above this are made in chunks, and again in the backward pass instead of being kept."""
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+"""Float32 logits above this are made in chunks, and again in the backward pass instead of kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> TokenLogprobs:
     """Log-probs of `targets` under softmax((hidden @ head_weight.T + head_bias) / temperature).
 
-    Memory beyond `hidden`: about two float32 copies of the logits of one chunk (forward), three
-    (backward); all logits are held only where they fit in `chunk_bytes`.
+    Memory beyond `hidden` and gradients: about five float32 copies of the logits of one chunk.
+    All logits are held only where they fit in `chunk_bytes`.
 
     Args:
         hidden: [N, H] final hidden state of the position *before* each target.
@@ -46,8 +46,10 @@ def token_logprobs(
         head_bias: [V] or None.
         targets: [N] int64 token ids.
         temperature: That of sampling; 0 (greedy) counts as 1.
-        chunk_bytes: Size of one chunk of float32 logits.
+        chunk_bytes: Size of one chunk of float32 logits; None = by device.
     """
+    if chunk_bytes is None:
+        chunk_bytes = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cpu"])
     rows = max(1, chunk_bytes // (4 * head_weight.shape[0]))
     arguments = (head_weight, head_bias, temperature)
     if len(targets) <= rows:

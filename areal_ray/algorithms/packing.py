@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 PREFIX_SEGMENT = 0
 PAD_SEGMENT = -1
 
+_MICRO_BATCH_TOKENS = 128
+"""What one more forward and backward pass costs besides its tokens: about as much as so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
@@ -235,15 +238,26 @@ def _row(members: Sequence[TrainSequence], starts: Sequence[np.int64], prefix: i
 def pack_rows(rows: Iterable[Row], *, max_tokens: int) -> list[MicroBatch]:
     """Rows of similar length side by side, at most `max_tokens` with padding in a micro-batch.
 
-    A row longer than that is a micro-batch of its own.
+    A row longer than that is a micro-batch of its own. Among the ways to cut the rows, sorted by
+    length, this is the one with the fewest tokens, a micro-batch itself counting as some.
     """
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda r: -len(r.token_ids)):
-        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].token_ids) <= max_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return [_collate(batch) for batch in batches]
+    ordered = sorted(rows, key=lambda r: -len(r.token_ids))
+    lengths = [len(row.token_ids) for row in ordered]
+    best = [(0, 0)]  # for the first i rows: their cost, and where the last micro-batch begins
+    for end in range(1, len(ordered) + 1):
+        choices = [(best[end - 1][0] + lengths[end - 1] + _MICRO_BATCH_TOKENS, end - 1)]
+        for start in range(end - 2, -1, -1):
+            tokens = (end - start) * lengths[start]
+            if tokens > max_tokens:
+                break
+            choices.append((best[start][0] + tokens + _MICRO_BATCH_TOKENS, start))
+        best.append(min(choices))
+    batches, end = [], len(ordered)
+    while end:
+        start = best[end][1]
+        batches.append(_collate(ordered[start:end]))
+        end = start
+    return batches[::-1]
 
 
 def _collate(rows: Sequence[Row]) -> MicroBatch:
