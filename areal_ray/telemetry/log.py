@@ -5,6 +5,7 @@ The environment is read elsewhere (cli, runtime/cluster); this module gets the s
 
 import logging
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -44,6 +45,16 @@ class RunFormatter(logging.Formatter):
         return redact(super().format(record), self._secrets)
 
 
+class _CurrentStderr:
+    """What sys.stderr is when a line is written: the live table stands in for it for a while."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def set_up_logging(
     folder: Path | None, *, run: str, actor: str = "driver", secrets: Iterable[str] = ()
 ) -> None:
@@ -56,7 +67,7 @@ def set_up_logging(
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    console = logging.StreamHandler()
+    console = logging.StreamHandler(_CurrentStderr())
     console.setLevel(logging.WARNING)
     handlers: list[logging.Handler] = [console]
     if folder is not None:
