@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Float32 logits above this are made in chunks, and again in the backward pass instead of kept."""
 
 
@@ -37,7 +37,7 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probs of `targets` under softmax((hidden @ head_weight.T + head_bias) / temperature).
 
-    Memory beyond `hidden` and gradients: about five float32 copies of the logits of one chunk.
+    Memory beyond `hidden` and gradients: about six float32 copies of the logits of one chunk.
     All logits are held only where they fit in `chunk_bytes`.
 
     Args:
