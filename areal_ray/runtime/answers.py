@@ -17,12 +17,10 @@ class Answers:
     good: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, ArealRayError] = field(default_factory=dict)
 
-    def culprits(self) -> dict[str, str]:
-        """Members that failed by themselves, with the reason."""
+    def culprits(self) -> dict[str, ArealRayError]:
+        """Members that failed by themselves."""
         return {
-            name: str(error)
-            for name, error in self.failed.items()
-            if not isinstance(error, GroupBroken)
+            name: error for name, error in self.failed.items() if not isinstance(error, GroupBroken)
         }
 
     def has_victims(self) -> bool:

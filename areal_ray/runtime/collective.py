@@ -22,6 +22,7 @@ from ray.util import get_node_ip_address
 from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import Backend
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.runtime.membership import GroupBroken, Membership
@@ -34,12 +35,12 @@ _announced: dict[str, Membership] = {}
 _POLL_S = 0.0005
 
 
-def open_store() -> dist.TCPStore:
+def open_store() -> Any:
     """The meeting point of all groups of one learner, on a port the system picks."""
-    return dist.TCPStore(get_node_ip_address(), 0, None, True, wait_for_workers=False)
+    return TCPStore(get_node_ip_address(), 0, None, True, wait_for_workers=False)
 
 
-def store_address(store: dist.TCPStore) -> str:
+def store_address(store: Any) -> str:
     """host:port under which other processes reach an opened store."""
     return f"{store.host}:{store.port}"
 
@@ -50,7 +51,7 @@ class BytesGroup(BaseGroup):
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
         self._membership = _announced.pop(group_name)
-        self._store: dist.Store | None = None
+        self._store: Any = None
         self._process_group: Any = None
 
     @classmethod
@@ -68,7 +69,7 @@ class BytesGroup(BaseGroup):
         """Where buffers of this group live."""
         return torch.device("cuda" if self._membership.backend == "nccl" else "cpu")
 
-    def connect(self, store: dist.TCPStore | None) -> None:
+    def connect(self, store: Any) -> None:
         """Meet the other members; rank 0 gives the store that it opened.
 
         Raises:
@@ -78,8 +79,8 @@ class BytesGroup(BaseGroup):
         timeout = timedelta(seconds=member.timeout_s)
         host, _, port = member.address.rpartition(":")
         try:
-            root = store or dist.TCPStore(host, int(port), None, False, timeout, False)
-            self._store = dist.PrefixStore(member.group_name, root)
+            root = store or TCPStore(host, int(port), None, False, timeout, False)
+            self._store = PrefixStore(member.group_name, root)
             self._await_members(self._store, timeout)
             self._process_group = self._new_process_group(self._store, timeout)
         except dist.DistNetworkError as error:
@@ -135,7 +136,7 @@ class BytesGroup(BaseGroup):
         """Ray's signature of a broadcast from rank 0: a list of one uint8 tensor."""
         self.wait(self.post_broadcast(tensor[0]), "broadcast")
 
-    def _await_members(self, store: dist.Store, timeout: timedelta) -> None:
+    def _await_members(self, store: Any, timeout: timedelta) -> None:
         keys = [f"here/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], "")
         try:
@@ -146,7 +147,7 @@ class BytesGroup(BaseGroup):
             limit_s = self._membership.timeout_s
             raise self._broken(f"absent after {limit_s:g} s: {', '.join(absent)}") from error
 
-    def _new_process_group(self, store: dist.Store, timeout: timedelta) -> Any:
+    def _new_process_group(self, store: Any, timeout: timedelta) -> Any:
         if self._membership.backend == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
@@ -171,7 +172,7 @@ class BytesGroup(BaseGroup):
 register_collective_backend(BACKEND, BytesGroup)
 
 
-def join_group(membership: Membership, rank: int, store: dist.TCPStore | None = None) -> BytesGroup:
+def join_group(membership: Membership, rank: int, store: Any = None) -> BytesGroup:
     """Become a member, inside a Ray actor: known to Ray by its name, then met by the others."""
     name = membership.group_name
     _announced[name] = membership

@@ -4,8 +4,8 @@
 
 A failure before the swap leaves everyone at the old version. A replica that fails is set aside,
 named in the report and brought back in a later publish once it answers again; the others go on in
-a group of a fresh name. A replica that may have swapped by half is restarted, so that it comes back
-with the last committed weights. Holds no tensor and needs no torch.
+a group of a fresh name. A replica that hangs, or that may have swapped by half, is restarted, so
+that it comes back with the last committed weights. Holds no tensor and needs no torch.
 
 Waits: every call to an actor ends at `weights.timeout_s` (and a grace for the answer to travel).
 """
@@ -14,16 +14,14 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
-import ray
-
 from areal_ray.core.buckets import BucketPlan
-from areal_ray.errors import ArealRayError, PublishError
+from areal_ray.errors import ArealRayError, DeadlineExceeded, PublishError
 from areal_ray.runtime.answers import Answers, ask, ask_all
-from areal_ray.runtime.fleet import call
 from areal_ray.runtime.membership import Membership, NoReplicaLeft
+from areal_ray.runtime.roster import Roster
 from areal_ray.runtime.weights_config import WeightsConfig
 
 _GRACE_S = 3.0
@@ -83,13 +81,11 @@ class ParamSyncActor:
         self._config = config
         self._limit_s = config.timeout_s + _GRACE_S
         self._learner: Any = None
-        self._replicas: dict[str, Any] = {}
+        self._roster = Roster({})
         self._membership: Membership | None = None
         self._address = ""
         self._plan: BucketPlan | None = None
         self._committed = Committed(version)
-        self._quarantined: dict[str, str] = {}
-        self._probes: dict[str, asyncio.Future[str]] = {}
         self._publishing = asyncio.Lock()
         self._snapshotting = asyncio.Lock()
         self._doing = ("idle", 0.0)
@@ -100,12 +96,9 @@ class ParamSyncActor:
             if learner is not self._learner:
                 self._address, self._plan = "", None
             self._learner = learner
-            self._replicas = dict(replicas)
             self._membership = None
-            self._quarantined = {}
-            for probe in self._probes.values():
-                probe.cancel()
-            self._probes = {}
+            self._roster.close()
+            self._roster = Roster(replicas)
 
     async def version(self) -> int:
         """The committed version."""
@@ -117,8 +110,8 @@ class ParamSyncActor:
         doing = phase if phase == "idle" else f"{phase} for {time.monotonic() - since_s:.1f} s"
         return ParamSyncHealth(
             self._committed.version,
-            tuple(name for name in self._replicas if name not in self._quarantined),
-            dict(self._quarantined),
+            tuple(self._roster.present()),
+            dict(self._roster.aside),
             doing,
         )
 
@@ -164,14 +157,13 @@ class ParamSyncActor:
             config = self._config
             self._enter("plan")
             self._plan = await self._ask_learner("weights_plan", config.bucket_bytes, config.dtype)
-        self._readmit()
-        already_aside = dict(self._quarantined)
+        self._roster.readmit()
         if self._config.transport == "collective":
-            staged, payload = await self._stage_collective(self._plan, version), ()
+            staged, payload = await self._stage_collective(self._plan, version)
         else:
             staged, payload = await self._stage_payload(self._plan, version)
         stage_s = time.perf_counter() - started_s
-        idle_s, payload = await self._swap(staged, version, payload)
+        idle_s = await self._swap(staged, version)
         self._committed = Committed(version, self._plan, payload)
         return PublishReport(
             version=version,
@@ -180,11 +172,13 @@ class ParamSyncActor:
             engine_idle_s=max(idle_s.values(), default=0.0),
             bytes=self._plan.total_bytes,
             replicas=tuple(idle_s),
-            quarantined={**already_aside, **self._quarantined},
+            quarantined=dict(self._roster.aside),
         )
 
-    async def _stage_collective(self, plan: BucketPlan, version: int) -> list[str]:
-        """Send and receive in one group, anew with the survivors until no member fails."""
+    async def _stage_collective(
+        self, plan: BucketPlan, version: int
+    ) -> tuple[list[str], tuple[Any, ...]]:
+        """Who staged it, and the snapshot if one is taken; anew with the survivors on a failure."""
         blanks = 0
         while True:
             names = self._present(version)
@@ -197,19 +191,22 @@ class ParamSyncActor:
             good = [name for name in names if name in answers.good]
             # Where nobody failed because of a culprit, what the others hold is whole.
             if is_staged and not answers.has_victims() and (good or not names):
-                return good
+                break
             self._membership = None
             blanks += not culprits
             if blanks >= _BLANK_ATTEMPTS:
                 await self._abandon(version, answers.listed())
+        if self._config.snapshot == "lazy":
+            return good, ()
+        # Before the swap: nothing that can fail may stand between the swap and the commit.
+        return good, (await self._snapshot_or_abandon(plan, version),)
 
     async def _transfer(self, plan: BucketPlan, version: int, names: list[str]) -> Answers:
         """Digests by member, of one attempt in the present group."""
         self._enter("stage")
-        calls = {LEARNER: self._learner.weights_send.remote(plan, version)}
-        for name in names:
-            calls[name] = self._replicas[name].weights_stage.remote(plan, version)
-        answers = await ask_all(calls, "weights_stage", self._limit_s)
+        sending = self._learner.weights_send.remote(plan, version)
+        calls = self._roster.calls(names, "weights_stage", plan, version)
+        answers = await ask_all({LEARNER: sending, **calls}, "weights_stage", self._limit_s)
         answers.compare(LEARNER)
         return answers
 
@@ -228,7 +225,7 @@ class ParamSyncActor:
                 raise PublishError("learner: weights_join gave no address; must be host:port")
             self._address = address
         membership = membership.at(self._address)
-        handles = [self._learner, *(self._replicas[name] for name in names)]
+        handles = [self._learner, *(self._roster.handles[name] for name in names)]
         calls = {
             member: handle.weights_join.remote(membership, rank)
             for rank, (member, handle) in enumerate(zip(members, handles, strict=True))
@@ -245,38 +242,27 @@ class ParamSyncActor:
         names = self._present(version)
         self._enter("stage")
         digests = await self._ask_learner("weights_send", plan, version)
-        payload = await self._snapshot(plan, version)
-        calls = {n: self._replicas[n].weights_load.remote(plan, version, [payload]) for n in names}
+        payload = await self._snapshot_or_abandon(plan, version)
+        calls = self._roster.calls(names, "weights_load", plan, version, [payload])
         answers = await ask_all(calls, "weights_load", self._limit_s)
         answers.good[LEARNER] = digests
         answers.compare(LEARNER)
-        await self._blame({name: str(error) for name, error in answers.failed.items()}, version)
+        await self._blame(answers.failed, version)
         self._present(version)
         return [name for name in names if name not in answers.failed], (payload,)
 
-    async def _swap(
-        self, staged: list[str], version: int, payload: tuple[Any, ...]
-    ) -> tuple[dict[str, float], tuple[Any, ...]]:
-        """Idle seconds by replica that swapped, and the payload if one is to be held."""
+    async def _swap(self, staged: list[str], version: int) -> dict[str, float]:
+        """Idle seconds by replica that swapped."""
         self._enter("swap")
-        calls = {name: self._replicas[name].weights_swap.remote(version) for name in staged}
-        swapping = ask_all(calls, "weights_swap", self._limit_s)
-        if not payload and self._config.snapshot == "always":
-            assert self._plan is not None
-            answers, snapshot = await asyncio.gather(swapping, self._snapshot(self._plan, version))
-            payload = (snapshot,)
-        else:
-            answers = await swapping
+        calls = self._roster.calls(staged, "weights_swap", version)
+        answers = await ask_all(calls, "weights_swap", self._limit_s)
         for name, error in answers.failed.items():
             # It may have loaded some tensors and not others: it must not sample again like that.
-            ray.kill(self._replicas[name], no_restart=False)
-            self._set_aside(name, f"{error}; restarted")
-        if self._replicas and not answers.good:
-            raise NoReplicaLeft(
-                f"version {version}: no replica swapped it in; {answers.listed()}. The "
-                f"committed version stays {self._committed.version}"
-            )
-        return {name: float(answers.good[name]) for name in staged if name in answers.good}, payload
+            self._membership = None
+            self._roster.restart(name, error)
+        if self._roster.handles and not answers.good:
+            raise NoReplicaLeft(self._refusal(version, f"none swapped; {answers.listed()}"))
+        return {name: float(answers.good[name]) for name in staged if name in answers.good}
 
     async def _snapshot(self, plan: BucketPlan, version: int) -> Any:
         """Reference to the sealed bytes; returned by the learner's call, so owned here."""
@@ -284,68 +270,54 @@ class ParamSyncActor:
         await ask(LEARNER, payload, "weights_snapshot", self._limit_s)
         return payload
 
+    async def _snapshot_or_abandon(self, plan: BucketPlan, version: int) -> Any:
+        try:
+            return await self._snapshot(plan, version)
+        except ArealRayError as error:
+            await self._abandon(version, str(error))
+
     async def _ask_learner(self, verb: str, *args: Any) -> Any:
         """One verb of the learner; its failure is the publish's."""
         answer = getattr(self._learner, verb).remote(*args)
         try:
             return await ask(LEARNER, answer, verb, self._limit_s)
         except ArealRayError as error:
-            raise PublishError(
-                f"{error}. The committed version stays {self._committed.version}"
-            ) from error
+            raise PublishError(self._refusal(self._committed.version + 1, str(error))) from error
 
-    async def _blame(self, culprits: Mapping[str, str], version: int) -> None:
-        """Set culprits aside; the learner's failure ends the publish."""
-        for name, reason in culprits.items():
-            if name != LEARNER:
-                self._set_aside(name, reason)
+    async def _blame(self, culprits: Mapping[str, ArealRayError], version: int) -> None:
+        """Set culprits aside, restart the hung ones; the learner's failure ends the publish."""
+        for name, error in culprits.items():
+            self._membership = None
+            if name == LEARNER:
+                continue
+            if isinstance(error, DeadlineExceeded):
+                self._roster.restart(name, error)
+            else:
+                self._roster.set_aside(name, str(error))
         if LEARNER in culprits:
-            await self._abandon(version, culprits[LEARNER])
+            await self._abandon(version, str(culprits[LEARNER]))
 
-    async def _abandon(self, version: int, reason: str) -> None:
-        """Have everyone drop what was staged, and give this publish up."""
+    async def _abandon(self, version: int, reason: str) -> NoReturn:
+        """Have everyone discard what was staged, and give this publish up."""
         self._membership = None
-        present = [name for name in self._replicas if name not in self._quarantined]
-        calls = {name: self._replicas[name].weights_discard.remote() for name in present}
+        calls = self._roster.calls(self._roster.present(), "weights_discard")
         await ask_all(calls, "weights_discard", self._limit_s)
-        raise PublishError(
-            f"version {version}: {reason}. The committed version stays {self._committed.version}"
-        )
+        raise PublishError(self._refusal(version, reason))
 
     def _present(self, version: int) -> list[str]:
         """Replicas to update.
 
         Raises:
-            PublishError: There are replicas, and all of them are set aside.
+            NoReplicaLeft: There are replicas, and all of them are set aside.
         """
-        names = [name for name in self._replicas if name not in self._quarantined]
-        if self._replicas and not names:
-            raise NoReplicaLeft(
-                f"version {version}: no replica is left; "
-                + "; ".join(f"{name}: {reason}" for name, reason in self._quarantined.items())
-                + f". The committed version stays {self._committed.version}"
-            )
+        names = self._roster.present()
+        if self._roster.handles and not names:
+            aside = "; ".join(self._roster.aside.values())
+            raise NoReplicaLeft(self._refusal(version, f"no replica is left; {aside}"))
         return names
 
-    def _set_aside(self, name: str, reason: str) -> None:
-        self._quarantined[name] = reason
-        self._membership = None
-        self._probe(name)
-
-    def _probe(self, name: str) -> None:
-        """Ask a replica set aside whether it is there again; nobody waits for the answer."""
-        answer = call(name, self._replicas[name].incarnation.remote())
-        self._probes[name] = asyncio.ensure_future(answer)
-
-    def _readmit(self) -> None:
-        """Take back the replicas that answer again; they join the next group."""
-        for name, probe in list(self._probes.items()):
-            if not probe.done():
-                continue
-            if probe.exception() is None:
-                del self._probes[name], self._quarantined[name]
-            else:
-                self._probe(name)
+    def _refusal(self, version: int, reason: str) -> str:
+        return f"version {version}: {reason}. The committed version stays {self._committed.version}"
 
     def _enter(self, phase: str) -> None:
         self._doing = (phase, time.monotonic())
