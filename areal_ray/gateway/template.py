@@ -12,6 +12,7 @@ from typing import Any
 from areal_ray.errors import DataError
 
 _KEEP_RENDERED = 512
+_LARGEST_WINDOW_TOKENS = 8192
 _PROBE = "Q0Q"
 
 
@@ -135,6 +136,21 @@ class ChatTemplate:
         said = {"role": "assistant", "content": _PROBE}
         text = self.render([asked, said], add_generation_prompt=False)
         return text.rpartition(_PROBE)[2]
+
+
+def model_context_tokens(folder: Path | str) -> int:
+    """Tokens of prompt and reply that a checkpoint was made for, at most 8192."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"{folder}: no model configuration could be loaded: {first_line}"
+        ) from error
+    allowed = int(getattr(config, "max_position_embeddings", 0) or _LARGEST_WINDOW_TOKENS)
+    return min(allowed, _LARGEST_WINDOW_TOKENS)
 
 
 def _turn_enders(tokenizer: Any) -> list[int | None]:

@@ -37,7 +37,7 @@ _START = (
 
 @dataclass(slots=True, eq=False)
 class _Child:
-    process: asyncio.subprocess.Process
+    running: asyncio.subprocess.Process
     is_async: bool
 
 
@@ -119,9 +119,9 @@ class RewardRunner:
         frame = pickle.dumps((task, encode_group(Group("", task.id, chosen))))
         left = list(mine)
         try:
-            assert child.process.stdin is not None
-            child.process.stdin.write(FRAME.pack(len(frame)) + frame)
-            await child.process.stdin.drain()
+            assert child.running.stdin is not None
+            child.running.stdin.write(FRAME.pack(len(frame)) + frame)
+            await child.running.stdin.drain()
             while left:
                 async with asyncio.timeout(self._config.timeout_s + _GRACE_S * child.is_async):
                     told = await self._receive(child)
@@ -153,8 +153,8 @@ class RewardRunner:
             return f"the reward exceeded {self._config.timeout_s:g} s"
         with contextlib.suppress(TimeoutError):  # it closed its pipe: it is ending
             async with asyncio.timeout(1.0):
-                await child.process.wait()
-        code = child.process.returncode
+                await child.running.wait()
+        code = child.running.returncode
         await self._kill(child)
         if code is not None and code < 0:
             return f"the scoring process died ({signal.Signals(-code).name})"
@@ -162,7 +162,7 @@ class RewardRunner:
 
     async def _spawn(self) -> _Child:
         root = str(Path(areal_ray.__file__).parents[1])
-        process = await asyncio.create_subprocess_exec(
+        running = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
             _START,
@@ -172,7 +172,7 @@ class RewardRunner:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # so that it can be killed with all it started
         )
-        child = _Child(process, is_async=False)
+        child = _Child(running, is_async=False)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 told = await self._receive(child)
@@ -196,10 +196,10 @@ class RewardRunner:
         return child
 
     async def _receive(self, child: _Child) -> dict[str, Any]:
-        assert child.process.stdout is not None
+        assert child.running.stdout is not None
         try:
-            (length,) = FRAME.unpack(await child.process.stdout.readexactly(FRAME.size))
-            body = await child.process.stdout.readexactly(length)
+            (length,) = FRAME.unpack(await child.running.stdout.readexactly(FRAME.size))
+            body = await child.running.stdout.readexactly(length)
         except asyncio.IncompleteReadError as error:
             raise EOFError("the scoring process closed its pipe") from error
         told: dict[str, Any] = json.loads(body)
@@ -209,5 +209,5 @@ class RewardRunner:
         self._alive.discard(child)
         self.num_killed += 1
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)
-        await child.process.wait()  # reaped: no zombie stays
+            os.killpg(child.running.pid, signal.SIGKILL)
+        await child.running.wait()  # reaped: no zombie stays

@@ -35,7 +35,7 @@ from areal_ray.core.trajectory import (
 )
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 from areal_ray.gateway.recorder import Recorder
-from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.runtime.rollout_client import RolloutClient
 from areal_ray.telemetry.episodes import EpisodeLog, episode_lines
 
@@ -71,12 +71,12 @@ class AgentActor:
     def __init__(
         self,
         name: str,
+        *,
         model_path: str,
         config: AgentConfig,
         sampling: SamplingConfig,
-        *,
         replicas: Mapping[str, Any],
-        context_tokens: int,
+        context_tokens: int = 0,
         deadline_s: float = 600.0,
         search: Sequence[str] = (),
         run_folder: str = "",
@@ -89,7 +89,8 @@ class AgentActor:
             config: Agent and limits.
             sampling: How every turn is sampled.
             replicas: Handles of rollout actors, by name.
-            context_tokens: Prompt and sampled tokens that an engine holds at most.
+            context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the
+                model allows, as the engines read it.
             deadline_s: Longest wait for one turn.
             search: Import roots for the agent's code.
             run_folder: Where sample episodes are written down; empty = nowhere.
@@ -103,7 +104,7 @@ class AgentActor:
         self._template = ChatTemplate.from_folder(model_path)
         self._limits = ChatLimits(
             max_new_tokens=sampling.max_new_tokens,
-            context_tokens=context_tokens,
+            context_tokens=context_tokens or model_context_tokens(model_path),
             max_turns=config.max_turns,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
