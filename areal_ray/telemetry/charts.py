@@ -7,14 +7,19 @@ them under the pointer. Colours are CSS classes (`c1` to `c6`), so light and dar
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 Point = tuple[float, float]
 
-_WIDTH, _HEIGHT = 520.0, 210.0
+_HEIGHT = 210.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 26.0
+_WIDE = 520.0
+NARROW = 330.0
+"""Width of a chart of which three stand side by side."""
 _SMOOTH_FROM = 60  # points above which a moving average is drawn over the raw line
+_MOST_POINTS = 400  # of one curve; more are averaged, the screen has no room for them
+_MOST_COLUMNS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,19 @@ def number(value: float) -> str:
         return f"{value / 1e3:.3g}k"
     if size >= 1e-3 or value == 0:
         return f"{value:.4g}"
-    return f"{value:.1e}"
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """At most `most` points: means of equal stretches of them."""
+    if len(points) <= most:
+        return list(points)
+    thinned = []
+    for i in range(most):
+        stretch = points[i * len(points) // most : (i + 1) * len(points) // most]
+        thinned.append((stretch[-1][0], sum(y for _, y in stretch) / len(stretch)))
+    return thinned
 
 
 def line_chart(
@@ -74,14 +91,16 @@ def line_chart(
     from_zero: bool = False,
     x_name: str = "step",
     band: tuple[float, str] | None = None,
+    width: float = _WIDE,
 ) -> str:
     """Curves over a shared x axis; empty text when there is no finite point.
 
     Args:
         band: A horizontal rule, such as a bound: its y and its label.
+        width: In pixels, if it is shown at full size.
     """
     finite = [
-        Series(s.name, [p for p in s.points if math.isfinite(p[1])], s.colour, s.is_marked)
+        replace(s, points=thin([p for p in s.points if math.isfinite(p[1])], _MOST_POINTS))
         for s in series
     ]
     drawn = [s for s in finite if s.points]
@@ -91,35 +110,35 @@ def line_chart(
     low, high = y_range or (0.0 if from_zero else min(values), max(values))
     y_axis = nice_axis(low, high)
     places = [x for s in drawn for x, _ in s.points]
-    x_axis = nice_axis(min(places), max(places), count=6, is_whole=True)
+    x_axis = nice_axis(min(places), max(places), count=round(width / 85), is_whole=True)
     x_axis = Axis(min(places), max(max(places), min(places) + 1), x_axis.ticks)
-    parts = [_grid(x_axis, y_axis, x_name)]
+    parts = [_grid(x_axis, y_axis, x_name, width)]
     if band:
         y = y_axis.place(band[0], _HEIGHT - _BOTTOM, _TOP)
         parts.append(
-            f'<line class="bound" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="note" x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">'
+            f'<line class="bound" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="note" x="{width - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">'
             f"{escape(band[1])}</text>"
         )
-    parts += [_curve(s, x_axis, y_axis) for s in drawn]
+    parts += [_curve(s, x_axis, y_axis, width) for s in drawn]
     parts.append(f'<line class="cross" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-    points = escape(json.dumps(_hover_points(drawn, x_axis, x_name)), quote=True)
+    points = escape(json.dumps(_hover_points(drawn, x_axis, x_name, width)), quote=True)
     legend = _legend([(s.colour, s.name) for s in drawn]) if len(drawn) > 1 else ""
-    return legend + _svg("".join(parts), f'class="lines" data-points="{points}"')
+    return legend + _svg("".join(parts), f'class="lines" data-points="{points}"', width)
 
 
-def _grid(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
+def _grid(x_axis: Axis, y_axis: Axis, x_name: str, width: float) -> str:
     parts = []
     for tick in y_axis.ticks:
         y = y_axis.place(tick, _HEIGHT - _BOTTOM, _TOP)
         parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="tick" x="{_LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">'
             f"{number(tick)}</text>"
         )
     for tick in x_axis.ticks:
         if x_axis.low <= tick <= x_axis.high:
-            x = x_axis.place(tick, _LEFT, _WIDTH - _RIGHT)
+            x = x_axis.place(tick, _LEFT, width - _RIGHT)
             parts.append(
                 f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 9}" text-anchor="middle">'
                 f"{number(tick)}</text>"
@@ -128,13 +147,13 @@ def _grid(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     return "".join(parts)
 
 
-def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
-    placed = [_place(point, x_axis, y_axis) for point in series.points]
+def _curve(series: Series, x_axis: Axis, y_axis: Axis, width: float) -> str:
+    placed = [_place(point, x_axis, y_axis, width) for point in series.points]
     path = _path(placed)
     if len(placed) < _SMOOTH_FROM or series.is_marked:
         parts = [f'<path class="line {series.colour}" d="{path}"/>'] if len(placed) > 1 else []
     else:
-        smooth = _path([_place(p, x_axis, y_axis) for p in _moving_average(series.points)])
+        smooth = _path([_place(p, x_axis, y_axis, width) for p in _moving_average(series.points)])
         parts = [
             f'<path class="line faint {series.colour}" d="{path}"/>',
             f'<path class="line {series.colour}" d="{smooth}"/>',
@@ -145,8 +164,8 @@ def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return "".join(parts)
 
 
-def _place(point: Point, x_axis: Axis, y_axis: Axis) -> Point:
-    x = x_axis.place(point[0], _LEFT, _WIDTH - _RIGHT)
+def _place(point: Point, x_axis: Axis, y_axis: Axis, width: float) -> Point:
+    x = x_axis.place(point[0], _LEFT, width - _RIGHT)
     return x, y_axis.place(point[1], _HEIGHT - _BOTTOM, _TOP)
 
 
@@ -163,13 +182,15 @@ def _moving_average(points: Sequence[Point]) -> list[Point]:
     return smooth
 
 
-def _hover_points(series: Sequence[Series], x_axis: Axis, x_name: str) -> list[list[object]]:
+def _hover_points(
+    series: Sequence[Series], x_axis: Axis, x_name: str, width: float
+) -> list[list[object]]:
     by_x: dict[float, list[list[str]]] = {}
     for s in series:
         for x, y in s.points:
             by_x.setdefault(x, []).append([s.name, number(y)])
     return [
-        [round(x_axis.place(x, _LEFT, _WIDTH - _RIGHT), 1), f"{x_name} {x:g}", values]
+        [round(x_axis.place(x, _LEFT, width - _RIGHT), 1), f"{x_name} {x:g}", values]
         for x, values in sorted(by_x.items())
     ]
 
@@ -180,10 +201,10 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, x_name: str) -> str:
         return ""
     top = max(value for _, value in bars) or 1.0
     total = sum(value for _, value in bars) or 1.0
-    room = (_WIDTH - _RIGHT - 10) / len(bars)
+    room = (_WIDE - _RIGHT - 10) / len(bars)
     width = min(64.0, room * 0.72)
     base, ceiling = _HEIGHT - _BOTTOM - 8, _TOP + 18
-    parts = [f'<line class="axis" x1="0" x2="{_WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>']
+    parts = [f'<line class="axis" x1="0" x2="{_WIDE - _RIGHT}" y1="{base}" y2="{base}"/>']
     for i, (label, value) in enumerate(bars):
         x = 10 + room * (i + 0.5)
         height = max(1.0, value / top * (base - ceiling)) if value else 0.0
@@ -196,7 +217,7 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, x_name: str) -> str:
             f'<text class="tick" x="{x:.1f}" y="{base + 15}" text-anchor="middle">'
             f"{escape(label)}</text>"
         )
-    parts.append(f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" '
+    parts.append(f'<text class="tick" x="{_WIDE - _RIGHT}" y="{_HEIGHT - 1}" '
                  f'text-anchor="end">{escape(x_name)}</text>')  # fmt: skip
     return _svg("".join(parts), "")
 
@@ -227,19 +248,22 @@ def share_bars(rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]]) -> 
 
 
 def stacked_columns(steps: Sequence[float], layers: Sequence[Series]) -> str:
-    """A column a step, its parts on top of each other; seconds."""
+    """A column a step (a mean of several, if there are many), its parts stacked; seconds."""
     if not steps or not layers:
         return ""
     at = [dict(layer.points) for layer in layers]
+    if len(steps) > _MOST_COLUMNS:
+        every = [thin([(s, v.get(s, 0.0)) for s in steps], _MOST_COLUMNS) for v in at]
+        steps, at = [step for step, _ in every[0]], [dict(points) for points in every]
     totals = [sum(values.get(step, 0.0) for values in at) for step in steps]
     if max(totals) <= 0:
         return ""
     y_axis = nice_axis(0.0, max(totals))
-    room = (_WIDTH - _RIGHT - _LEFT) / len(steps)
+    room = (_WIDE - _RIGHT - _LEFT) / len(steps)
     pad = 0.5 if room > 4 else 0.0
     x_axis = Axis(steps[0] - 0.5, steps[-1] + 0.5,
                   nice_axis(steps[0], steps[-1], count=6, is_whole=True).ticks)  # fmt: skip
-    parts = [_grid(x_axis, y_axis, "step")]
+    parts = [_grid(x_axis, y_axis, "step", _WIDE)]
     hover = []
     for i, step in enumerate(steps):
         x, floor = _LEFT + room * i, 0.0
@@ -282,5 +306,5 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
     return f'<p class="legend">{keys}</p>'
 
 
-def _svg(inside: str, attributes: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" {attributes}>{inside}</svg>'
+def _svg(inside: str, attributes: str, width: float = _WIDE) -> str:
+    return f'<svg viewBox="0 0 {width:g} {_HEIGHT:g}" role="img" {attributes}>{inside}</svg>'

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_ray.telemetry.closing import closing_lines
+from areal_ray.telemetry.history import RunHistory
 from areal_ray.telemetry.plot import Point, sparkline
-from areal_ray.telemetry.progress import RunHistory
 from areal_ray.telemetry.summary import Summary
 from areal_ray.telemetry.views import (
     EvalView,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_ray.telemetry.charts import (
+    NARROW,
     Point,
     Series,
     bar_chart,
@@ -262,7 +263,11 @@ def _flow(steps: Rows) -> str:
 
 def _learner(steps: Rows) -> str:
     charts = "".join(
-        figure(title, METRICS[name].unit, line_chart([Series(title, _series(steps, name))]))
+        figure(
+            title,
+            METRICS[name].unit,
+            line_chart([Series(title, _series(steps, name))], width=NARROW),
+        )
         for title, name in _LEARNER_CURVES
     )
     return section("Learner", "", f'<div class="grid3">{charts}</div>' if charts else "")
@@ -275,8 +280,9 @@ def _endings(summary: Mapping[str, Any], steps: Rows) -> str:
         order = ("trained", "dropped", "failed", "in_flight")
         lines = [(key.replace("_", " "), ledger.get(key, 0)) for key in order]
         tables += f"<figure><h3>Ledger<small>groups, each ends once</small></h3>{_counts(lines)}"
-        reasons = [(f"  {reason}", n) for reason, n in (ledger.get("reasons") or {}).items()]
-        tables += (_counts(reasons, total=False) if reasons else "") + "</figure>"
+        reasons = list((ledger.get("reasons") or {}).items())
+        told = f"<h3 class=more>Reasons</h3>{_counts(reasons, total=False)}" if reasons else ""
+        tables += f"{told}</figure>"
     outcomes = ("ok", "truncated", "agent_error", "env_error", "timeout")
     lines = [
         (outcome.replace("_", " "), _total(steps, f"agent/{outcome}_episodes"))
@@ -287,7 +293,7 @@ def _endings(summary: Mapping[str, Any], steps: Rows) -> str:
         told = _counts(lines)
         tables += f"<figure><h3>Episodes by outcome</h3>{told}</figure>"
     replaced = "".join(f"<li>{escape(str(r))}</li>" for r in summary.get("replaced") or ())
-    listed = f'<p class="note">Replaced while running:</p><ul>{replaced}</ul>' if replaced else ""
+    listed = f"<h3 class=more>Actors lost and replaced</h3><ul>{replaced}</ul>" if replaced else ""
     note = "Nothing that could not be scored was trained on; a failure is never a reward of zero."
     grid = f'<div class="grid2">{tables}</div>' if tables else ""
     return section("How groups and episodes ended", note, grid + listed)

@@ -21,12 +21,14 @@ def episodes_part(lines: Sequence[Line]) -> str:
     if not groups:
         return ""
     chosen = _spread(list(groups.items()), _MOST_GROUPS)
+    last = len(chosen) - 1
     options = "".join(
-        f'<option value="{i}">step {step}, task {escape(group[0]["task_id"])}</option>'
+        f'<option value="{i}"{" selected" if i == last else ""}>'
+        f"step {step}, task {escape(group[0]['task_id'])}</option>"
         for i, ((step, _), group) in enumerate(chosen)
     )
     blocks = "".join(
-        f'<div class="group{" on" if i == 0 else ""}">{_group(group)}</div>'
+        f'<div class="group{" on" if i == last else ""}">{_group(group)}</div>'
         for i, (_, group) in enumerate(chosen)
     )
     modes = (("mask", "Who wrote it"), ("version", "Version"), ("logprob", "Log-prob"),

@@ -24,9 +24,10 @@ font-variant-numeric:tabular-nums;-webkit-font-smoothing:antialiased}
 main{max-width:1120px;margin:0 auto;padding:44px 28px 80px}
 header{display:flex;justify-content:space-between;align-items:flex-start;gap:24px}
 h1{font:600 33px/1.15 var(--serif);margin:0;letter-spacing:-.01em;overflow-wrap:anywhere}
-h2{font:600 21px/1.3 var(--serif);margin:56px 0 4px;padding-top:18px;
+h2{font:600 21px/1.3 var(--serif);margin:46px 0 4px;padding-top:18px;
 border-top:1px solid var(--rule)}
 h3{font:600 13.5px/1.4 var(--sans);margin:0 0 8px}
+h3.more{margin-top:26px}ul{margin:0;padding-left:18px;font-size:13.5px}
 h3 small{font-weight:400;color:var(--soft);font-size:12.5px;margin-left:6px}
 p.lead{font:18px/1.5 var(--serif);max-width:46em;margin:14px 0 0}
 p.note{color:var(--soft);font-size:13.5px;margin:0 0 18px;max-width:54em}
@@ -52,7 +53,7 @@ margin-top:20px}
 figure{margin:0;min-width:0}
 svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{font:11px var(--sans);fill:var(--soft)}svg text.value{fill:var(--ink);font-size:11.5px}
-.grid3 svg text{font-size:14px}
+
 .grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
 .bound{stroke:var(--c6);stroke-width:1.2;stroke-dasharray:4 4}
 .cross{stroke:var(--soft);stroke-width:1;visibility:hidden}

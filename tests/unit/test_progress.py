@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from areal_ray.telemetry.history import RunHistory
 from areal_ray.telemetry.live import LiveProgress
 from areal_ray.telemetry.plot import plot, shrink, sparkline
-from areal_ray.telemetry.progress import LineProgress, QuietProgress, RunHistory, open_progress
+from areal_ray.telemetry.progress import LineProgress, QuietProgress, open_progress
 from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.summary import EvalSummary, RewardSummary, Summary
 from areal_ray.telemetry.views import (
