@@ -31,15 +31,10 @@ class Forward(Protocol):
 class CachedModel:
     """Logits after the last known token of each row."""
 
-    def __init__(self, forward: Forward, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, forward: Forward, cache: KVCache) -> None:
         self.forward = forward
-        self.device = device
-        self.cache = KVCache(forward.cache_shape, dtype, device)
-        self.token_bytes = forward.cache_shape.token_bytes(dtype)
-
-    def new_cache(self) -> KVCache:
-        """An empty cache that rows can be copied to and from."""
-        return KVCache(self.cache.shape, self.cache.dtype, self.device)
+        self.cache = cache
+        self.device = cache.device
 
     def step(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
         """[n, vocabulary] after one more token [n] of rows 0..n-1, standing at positions [n]."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class _CacheRows(Cache):  # type: ignore[misc]
+class _CacheRows(Cache):
     """The engine's cache rows in the shape a Transformers attention layer updates and reads."""
 
     def __init__(self, cache: KVCache, block: TokenBlock) -> None:

@@ -25,11 +25,23 @@ class CacheShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-class KVCache:
-    """Grows by doubling, up to what the engine asks for; contents survive growth."""
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """How far a cache grows; beyond `max_bytes` only where a sequence cannot do with less."""
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    max_rows: int
+    max_tokens: int
+    max_bytes: int
+
+
+class KVCache:
+    """Grows by doubling within its limits; contents survive growth."""
+
+    def __init__(
+        self, shape: CacheShape, limits: CacheLimits, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.shape = shape
+        self._limits = limits
         self.device = device
         self.dtype = dtype
         self.num_rows = 0
@@ -63,17 +75,18 @@ class KVCache:
         plane = num_rows * heads * columns
         self._offsets = torch.cat((row + head, row + head + plane), 1)
 
-    def reserve(self, num_rows: int, num_tokens: int, *, max_rows: int, max_tokens: int) -> None:
-        """Make room for rows of so many tokens, doubling within the given limits."""
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make room for rows of so many tokens, doubling where the limits leave room for that."""
         if num_rows <= self.num_rows and num_tokens <= self.num_tokens:
             return
-        rows, tokens = max(self.num_rows, 8), max(self.num_tokens, 64)
-        while rows < num_rows:
-            rows *= 2
-        while tokens < num_tokens:
-            tokens *= 2
-        rows = max(min(rows, max_rows), self.num_rows)
-        self._allocate(rows, max(min(tokens, max_tokens), self.num_tokens))
+        rows = min(_doubled(max(self.num_rows, 8), num_rows), self._limits.max_rows)
+        tokens = min(_doubled(max(self.num_tokens, 64), num_tokens), self._limits.max_tokens)
+        token_bytes = self.shape.token_bytes(self.dtype)
+        if rows * tokens * token_bytes > self._limits.max_bytes:
+            tokens = max(num_tokens, self.num_tokens)
+        if rows * tokens * token_bytes > self._limits.max_bytes:
+            rows = max(num_rows, self.num_rows)
+        self._allocate(max(rows, self.num_rows), max(tokens, self.num_tokens))
 
     def write_index(self, first_row: int, positions: torch.Tensor) -> torch.Tensor:
         """[m * q * 2 * kv_heads] where `write` puts what it is given, the same for all layers.
@@ -128,3 +141,10 @@ class KVCache:
     def clear_row(self, row: int) -> None:
         """Overwrite what broken weights left: a hidden NaN would still spoil a sum."""
         self._planes[:, :, row] = 0
+
+
+def _doubled(size: int, wanted: int) -> int:
+    """The first of size, 2 * size, 4 * size, ... that is enough."""
+    while size < wanted:
+        size *= 2
+    return size

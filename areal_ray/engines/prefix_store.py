@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_ray.engines.kv_cache import KVCache
+from areal_ray.engines.kv_cache import CacheLimits, KVCache
 
 
 def num_shared(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
@@ -34,10 +34,9 @@ class Ended:
 class PrefixStore:
     """The most recently ended sequences by prefix key; the least recently used one gives way."""
 
-    def __init__(self, cache: KVCache, max_rows: int, max_bytes: int) -> None:
+    def __init__(self, cache: KVCache, limits: CacheLimits) -> None:
         self.cache = cache
-        self._max_rows = max_rows
-        self._max_bytes = max_bytes
+        self._limits = limits
         self._kept: OrderedDict[int, tuple[str, NDArray[np.int32]]] = OrderedDict()
         self._rows_by_key: dict[str, list[int]] = {}
 
@@ -48,8 +47,8 @@ class PrefixStore:
         """Copy ended sequences out of the running cache before their rows are reused."""
         token_bytes = source.shape.token_bytes(source.dtype)
         longest = max((len(e.token_ids) for e in ended), default=0)
-        columns = max(self.cache.num_tokens, -(-longest // 64) * 64)
-        room = min(self._max_rows, self._max_bytes // max(1, columns * token_bytes))
+        columns = max(self.cache.num_tokens, longest, 1)
+        room = min(self._limits.max_rows, self._limits.max_bytes // (columns * token_bytes))
         ended = ended[-room:] if room else []
         if not ended:
             return
@@ -61,7 +60,7 @@ class PrefixStore:
             rows.append(row)
             self._kept[row] = (sequence.prefix_key, sequence.token_ids)
             self._rows_by_key.setdefault(sequence.prefix_key, []).append(row)
-        self.cache.reserve(max(rows) + 1, longest, max_rows=room, max_tokens=columns)
+        self.cache.reserve(max(rows) + 1, longest)
         source_rows = np.array([e.row for e in ended], dtype=np.int64)
         self.cache.copy_rows(source, source_rows, np.array(rows, dtype=np.int64), longest)
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.cached_model import CachedModel
+from areal_ray.engines.generation_model import GenerationModel
+from areal_ray.engines.kv_cache import CacheLimits, KVCache
 from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import RowTable, failed_result
@@ -29,8 +31,6 @@ class BatchLimits:
     """What the running batch may use."""
 
     max_rows: int
-    max_tokens: int
-    """Context window: prompt and sampled tokens of one sequence."""
     max_prefill_tokens: int
     """New prompt tokens one step computes; a single longer prompt is computed alone."""
     max_cache_bytes: int
@@ -40,16 +40,24 @@ class BatchLimits:
 class RunningBatch:
     """Rows of running sequences over one KV cache."""
 
-    def __init__(self, model: CachedModel, limits: BatchLimits, stop_ids: Sequence[int]) -> None:
-        self._model = model
-        self._cache = model.cache
-        self._limits = limits
-        self._kept = PrefixStore(
-            model.new_cache(), limits.max_kept_rows, limits.max_cache_bytes // 4
+    def __init__(self, model: GenerationModel, limits: BatchLimits) -> None:
+        shape = model.forward.cache_shape
+        self._token_bytes = shape.token_bytes(model.dtype)
+        bounds = CacheLimits(limits.max_rows, model.window_tokens, limits.max_cache_bytes)
+        kept_bounds = CacheLimits(
+            limits.max_kept_rows, model.window_tokens, limits.max_cache_bytes // 4
         )
+        self._cache = KVCache(shape, bounds, model.dtype, model.device)
+        self._model = CachedModel(model.forward, self._cache)
+        self._kept = PrefixStore(
+            KVCache(shape, kept_bounds, model.dtype, model.device), kept_bounds
+        )
+        self._limits = limits
+        self._window_tokens = model.window_tokens
         self.version = 0
         self.sampled_tokens = 0
-        self._rows = RowTable(limits.max_rows, limits.max_tokens, stop_ids)
+        self.prefilled_tokens = 0
+        self._rows = RowTable(limits.max_rows, model.window_tokens, model.stop_ids)
         self._sampling: SamplingRows | None = None
 
     @property
@@ -72,12 +80,7 @@ class RunningBatch:
         place = {leader: position for position, leader in enumerate(order)}
         first = self.num_rows
         siblings = [i for i, leader in enumerate(leader_of) if entering[i] is not leaders[leader]]
-        self._cache.reserve(
-            first + len(entering),
-            max(len(r.prompt_ids) for r in entering) + 1,
-            max_rows=self._limits.max_rows,
-            max_tokens=self._limits.max_tokens,
-        )
+        self._cache.reserve(first + len(entering), max(len(r.prompt_ids) for r in entering))
         in_row_order = [leaders[i] for i in order] + [entering[i] for i in siblings]
         for request in in_row_order:
             self._rows.append(request, self._end(request), self.version)
@@ -107,9 +110,7 @@ class RunningBatch:
             prompt = len(request.prompt_ids)
             longest = max(longest, self._end(request))
             num_rows = self.num_rows + len(taken) + 1
-            fits_bytes = (
-                num_rows * longest * self._model.token_bytes <= self._limits.max_cache_bytes
-            )
+            fits_bytes = num_rows * longest * self._token_bytes <= self._limits.max_cache_bytes
             content = request.prompt_ids.tobytes()
             cost = 0 if content in seen else prompt
             fits_step = new_tokens + cost <= self._limits.max_prefill_tokens
@@ -122,7 +123,7 @@ class RunningBatch:
 
     def _end(self, request: GenerationRequest) -> int:
         wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
-        return min(wanted, self._limits.max_tokens)
+        return min(wanted, self._window_tokens)
 
     def _reuse(self, leaders: Sequence[GenerationRequest]) -> list[tuple[int, int, bool]]:
         """For each prompt: row to copy from, tokens to copy, whether from a kept sequence."""
@@ -158,6 +159,7 @@ class RunningBatch:
     def _prefill(self, first: int, starts: NDArray[np.int64]) -> torch.Tensor:
         """[m, vocabulary] after the known tokens of rows first.., `starts` [m] of them cached."""
         lengths = self._rows.column("length", first)[: len(starts)]
+        self.prefilled_tokens += int((lengths - starts).sum())
         return self._model.prefill(
             self._rows.tokens, first, starts, lengths, self._limits.max_prefill_tokens
         )
@@ -170,20 +172,9 @@ class RunningBatch:
             return []
         n = self.num_rows
         positions = self._rows.column("length") - 1
-        num_tokens = int(positions.max()) + 1
-        if num_tokens > self._cache.num_tokens:
-            self._grow(num_tokens)
+        self._cache.reserve(n, int(positions.max()) + 1)
         tokens = self._rows.tokens[np.arange(n), positions]
         return self._accept(self._model.step(tokens, positions), 0)
-
-    def _grow(self, num_tokens: int) -> None:
-        by_bytes = self._limits.max_cache_bytes // (self._model.token_bytes * self._cache.num_rows)
-        self._cache.reserve(
-            self._cache.num_rows,
-            num_tokens,
-            max_rows=self._limits.max_rows,
-            max_tokens=max(num_tokens, min(self._limits.max_tokens, by_bytes)),
-        )
 
     def _accept(self, logits: torch.Tensor, first: int) -> list[GenerationResult]:
         """Sample for rows first..num_rows-1, record the tokens, let finished rows leave."""

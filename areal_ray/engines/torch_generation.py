@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from areal_ray.engines.cached_model import CachedModel
 from areal_ray.engines.generation_model import load_generation_model
 from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
@@ -60,15 +59,13 @@ class TorchGenerationEngine:
         self._num_threads = config.num_threads
         self._model = load_generation_model(model_path, config)
         self._batch = RunningBatch(
-            CachedModel(self._model.forward, self._model.dtype, self._model.device),
+            self._model,
             BatchLimits(
                 config.max_slots,
-                self._model.window_tokens,
                 config.max_prefill_tokens_per_step,
                 config.kv_cache_bytes,
                 config.kept_sequences,
             ),
-            self._model.stop_ids,
         )
         self._batch.version = version
         self._changed = threading.Condition()
@@ -84,7 +81,9 @@ class TorchGenerationEngine:
         self._thread: threading.Thread | None = None
         self._on_results: Callable[[list[GenerationResult]], None] = _ignore
         self._swap_turn = threading.Lock()
-        # Written by the loop thread alone:
+        # Touched by the loop thread alone:
+        self._finished: list[GenerationResult] = []
+        self._entering: list[GenerationRequest] = []
         self._busy_s = 0.0
         self._idle_for_swap_s = 0.0
 
@@ -223,10 +222,9 @@ class TorchGenerationEngine:
     def _has_work(self) -> bool:
         if self._is_closed or self._to_abort or self._unserved:
             return True
-        if self._swap is not None and self._may_swap(self._swap):
+        if self._swap is not None:  # A drain goes on under `pause`, or it would never end.
             return True
-        has_turns = self._batch.num_rows > 0 or (bool(self._waiting) and self._swap is None)
-        return has_turns and not self._is_paused
+        return not self._is_paused and (self._batch.num_rows > 0 or bool(self._waiting))
 
     def _may_swap(self, swap: _Swap) -> bool:
         return swap.policy != "drain" or self._batch.num_rows == 0
@@ -235,34 +233,40 @@ class TorchGenerationEngine:
         """One engine step; at most one call of `on_results`."""
         begin = time.perf_counter()
         with self._changed:
-            finished, self._unserved = self._unserved, []
-            finished += self._abort_requested()
+            self._finished += self._unserved
+            self._unserved = []
+            self._abort_requested()
             swap, is_paused = self._swap, self._is_paused
         if swap is not None and self._may_swap(swap):
             self._apply(swap)
             with self._changed:
                 self._swap = swap = None
-        if not is_paused:
+        if not is_paused or swap is not None:
             if swap is None:
-                finished += self._admit()
-            finished += self._batch.decode()
+                self._admit()
+            self._finished += self._batch.decode()
         self._busy_s += time.perf_counter() - begin
+        self._report()
+
+    def _admit(self) -> None:
+        with self._changed:
+            self._entering = self._batch.take(self._waiting)
+        self._finished += self._batch.admit(self._entering)
+        self._entering = []
+
+    def _abort_requested(self) -> None:
+        if not self._to_abort:
+            return
+        wanted, self._to_abort = self._to_abort, set()
+        unstarted = [r.request_id for r in self._waiting if r.request_id in wanted]
+        self._waiting = deque(r for r in self._waiting if r.request_id not in wanted)
+        self._finished += [aborted_result(request_id) for request_id in unstarted]
+        self._finished += self._batch.abort(wanted)
+
+    def _report(self) -> None:
+        finished, self._finished = self._finished, []
         if finished:
             self._on_results(finished)
-
-    def _admit(self) -> list[GenerationResult]:
-        with self._changed:
-            entering = self._batch.take(self._waiting)
-        return self._batch.admit(entering)
-
-    def _abort_requested(self) -> list[GenerationResult]:
-        if not self._to_abort:
-            return []
-        wanted, self._to_abort = self._to_abort, set()
-        unstarted = [r for r in self._waiting if r.request_id in wanted]
-        self._waiting = deque(r for r in self._waiting if r.request_id not in wanted)
-        aborted = [aborted_result(request.request_id) for request in unstarted]
-        return aborted + self._batch.abort(wanted)
 
     def _apply(self, swap: _Swap) -> None:
         begin = time.perf_counter()
@@ -277,22 +281,21 @@ class TorchGenerationEngine:
             self._failure = failure
             self._is_closed = True
             self._is_stepping = False
-            finished, self._unserved = self._unserved, []
-            waiting, self._waiting = list(self._waiting), deque()
+            self._finished += self._unserved
+            waiting = [request.request_id for request in self._waiting]
             swap, self._swap = self._swap, None
             self._changed.notify_all()
         running = self._batch.running_ids()
+        waiting += [r.request_id for r in self._entering if r.request_id not in running]
         if failure is None:
-            finished += self._batch.abort(set(running))
-            finished += [aborted_result(request.request_id) for request in waiting]
+            self._finished += self._batch.abort(set(running))
+            self._finished += [aborted_result(request_id) for request_id in waiting]
         else:
-            unfinished = running + [request.request_id for request in waiting]
             why = f"the engine stopped: {type(failure).__name__}: {failure}"
-            finished += [failed_result(request_id, why) for request_id in unfinished]
+            self._finished += [failed_result(request_id, why) for request_id in running + waiting]
         if swap is not None:
             swap.done.set()
-        if finished:
-            self._on_results(finished)
+        self._report()
 
     def _raise_if_over(self) -> None:
         if self._failure is not None:

@@ -1,0 +1,99 @@
+"""Driving a generation engine from a test: submit, wait for what comes back, compare with HF."""
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
+from areal_ray.engines.torch_generation import TorchGenerationEngine
+from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+
+DEADLINE_S = 60.0
+
+
+class Served:
+    """A started engine and what it has sent back, in order, a list for each engine step."""
+
+    def __init__(self, engine: TorchGenerationEngine) -> None:
+        self.engine = engine
+        self.steps: queue.Queue[list[GenerationResult]] = queue.Queue()
+        self.results: dict[str, GenerationResult] = {}
+
+    def wait(self, *request_ids: str) -> list[GenerationResult]:
+        """These requests' results, once all are there."""
+        while not all(request_id in self.results for request_id in request_ids):
+            for result in self.steps.get(timeout=DEADLINE_S):
+                assert result.request_id not in self.results, "a request came back twice"
+                self.results[result.request_id] = result
+        return [self.results[request_id] for request_id in request_ids]
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Submit together and wait for all."""
+        self.engine.submit(requests)
+        return self.wait(*(request.request_id for request in requests))
+
+
+@contextmanager
+def serving(folder: Path, *, version: int = 0, **config: Any) -> Iterator[Served]:
+    """A running engine over a model folder, closed at the end."""
+    engine = TorchGenerationEngine(folder, TorchGenerationConfig(**config), version=version)
+    served = Served(engine)
+    engine.start(served.steps.put)
+    try:
+        yield served
+    finally:
+        engine.close()
+
+
+def request(
+    name: str, prompt: Sequence[int] | np.ndarray, *, seed: int = 0, key: str = "", **sampling: Any
+) -> GenerationRequest:
+    """A request with sampling fields by keyword."""
+    return GenerationRequest(
+        request_id=name,
+        prompt_ids=np.asarray(prompt, dtype=np.int32),
+        sampling=SamplingConfig(**sampling),
+        seed=seed,
+        prefix_key=key,
+    )
+
+
+def random_prompt(seed: int, length: int, vocab_size: int = 384) -> np.ndarray:
+    """Ordinary token ids, none of the special ones."""
+    return np.random.default_rng(seed).integers(3, vocab_size, length).astype(np.int32)
+
+
+def hf_model(folder: Path) -> Any:
+    """The same model in Transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def hf_logprobs(
+    model: Any, sent: GenerationRequest, result: GenerationResult
+) -> tuple[np.ndarray, np.ndarray]:
+    """[N] log-probs of the sampled tokens and [N] the greedy token before each, by HF."""
+    ids = torch.from_numpy(np.concatenate([sent.prompt_ids, result.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(sent.prompt_ids) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / (sent.sampling.temperature or 1.0), -1)
+    chosen = logprobs.gather(1, ids[len(sent.prompt_ids) :, None])[:, 0]
+    return chosen.numpy(), logits.argmax(-1).numpy()
+
+
+def forcing_weights(
+    shapes: dict[str, tuple[int, ...]], token_id: int, *, scale: float = 100.0
+) -> dict[str, torch.Tensor]:
+    """Weights of a model with an untied head that always samples one token."""
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for name, tensor in weights.items():
+        if "norm" in name:
+            tensor.fill_(1.0)
+    weights["model.embed_tokens.weight"].fill_(1.0)
+    weights["lm_head.weight"][token_id] = scale
+    return weights

@@ -1,0 +1,149 @@
+"""The engine samples what Transformers would, and says with which probability."""
+
+import numpy as np
+import pytest
+import torch
+
+from areal_ray.engines.generation_model import load_generation_model
+from areal_ray.engines.hf_forward import HfForward
+from areal_ray.engines.lean_forward import LeanForward
+from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from areal_ray.errors import EngineError
+from tests.support.generation import hf_logprobs, hf_model, random_prompt, request, serving
+from tests.support.tiny_models import write_tiny_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama-gqa-biases": (
+        "llama",
+        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-gqa": ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "mistral-gqa": ("mistral", {"num_key_value_heads": 1}),
+    "gemma": ("gemma", {}),
+    "gpt2": ("gpt2", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: write_tiny_model(root / name, architecture, seed=3, **fields)
+        for name, (architecture, fields) in MODELS.items()
+    }
+
+
+def mixed_requests(count: int) -> list:
+    lengths = np.random.default_rng(1).integers(1, 60, (count, 2))
+    return [
+        request(
+            f"r{i}",
+            random_prompt(i, int(prompt)),
+            seed=i,
+            temperature=(1.0, 0.7, 0.0)[i % 3],
+            max_new_tokens=int(limit),
+        )
+        for i, (prompt, limit) in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_and_greedy_tokens_are_those_of_transformers(folders, name):
+    model = hf_model(folders[name])
+    sent = mixed_requests(18)
+    # Few slots and a small prefill budget: turns enter and leave at any step.
+    with serving(folders[name], max_slots=5, max_prefill_tokens_per_step=64) as served:
+        results = served.run(sent)
+    for one, result in zip(sent, results, strict=True):
+        assert not result.error
+        logprobs, greedy = hf_logprobs(model, one, result)
+        np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-4)
+        if one.sampling.temperature == 0.0:
+            np.testing.assert_array_equal(result.token_ids, greedy)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-biases", "qwen2", "qwen3", "mistral-gqa", "gpt2"])
+def test_greedy_equals_generate_of_transformers(folders, name):
+    model, prompt = hf_model(folders[name]), random_prompt(7, 23)
+    with torch.no_grad():
+        expected = model.generate(
+            torch.from_numpy(prompt.astype(np.int64))[None], do_sample=False, max_new_tokens=40
+        )
+    with serving(folders[name]) as served:
+        (result,) = served.run([request("a", prompt, temperature=0.0, max_new_tokens=40)])
+    np.testing.assert_array_equal(result.token_ids, expected[0, len(prompt) :].numpy())
+
+
+def test_the_common_family_takes_the_lean_forward_and_others_their_own(folders):
+    def forward_of(name, **config):
+        return load_generation_model(folders[name], TorchGenerationConfig(**config)).forward
+
+    assert isinstance(forward_of("qwen3"), LeanForward)
+    assert isinstance(forward_of("qwen3", forward="hf"), HfForward)
+    assert isinstance(forward_of("gpt2"), HfForward)
+    with pytest.raises(EngineError, match="is lean, but the model has model_type gpt2"):
+        forward_of("gpt2", forward="lean")
+
+
+def test_lean_and_own_forward_of_one_model_name_the_same_weights(folders):
+    for name in ("llama-gqa-biases", "qwen2", "qwen3-gqa", "mistral-gqa"):
+        shapes = [
+            load_generation_model(
+                folders[name], TorchGenerationConfig(forward=which)
+            ).forward.weight_shapes()
+            for which in ("lean", "hf")
+        ]
+        assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma"])
+def test_a_next_turn_over_kept_keys_and_values_has_the_logprobs_of_a_fresh_start(folders, name):
+    model = hf_model(folders[name])
+    first = [request(f"t1-{i}", random_prompt(0, 30), seed=i, key="g") for i in range(4)]
+    with serving(folders[name]) as served:
+        turns = served.run(first)
+        second = [
+            request(
+                f"t2-{i}",
+                np.concatenate([first[i].prompt_ids, turn.token_ids, random_prompt(50 + i, 9)]),
+                seed=i,
+                key="g",
+                max_new_tokens=20,
+            )
+            for i, turn in enumerate(turns)
+        ]
+        results = served.run(second)
+    for sent, result in zip(second, results, strict=True):
+        np.testing.assert_allclose(result.logprobs, hf_logprobs(model, sent, result)[0], atol=1e-4)
+
+
+def test_a_sibling_that_enters_late_copies_the_prompt_of_a_running_one(folders):
+    model, prompt = hf_model(folders["qwen3"]), random_prompt(3, 40)
+    with serving(folders["qwen3"]) as served:
+        long = request("long", prompt, seed=1, key="g", max_new_tokens=200)
+        probe = request("probe", random_prompt(4, 5), max_new_tokens=1)
+        served.engine.submit([long, probe])
+        served.wait("probe")
+        late = request("late", prompt, seed=2, key="g", max_new_tokens=30)
+        (result,) = served.run([late])
+    np.testing.assert_allclose(result.logprobs, hf_logprobs(model, late, result)[0], atol=1e-4)
+
+
+def test_half_precision_stays_near_full_precision(folders):
+    model, sent = hf_model(folders["qwen3-gqa"]), request("a", random_prompt(5, 30))
+    with serving(folders["qwen3-gqa"], dtype="bfloat16") as served:
+        (result,) = served.run([sent])
+    difference = np.abs(result.logprobs - hf_logprobs(model, sent, result)[0])
+    assert difference.mean() < 0.05
