@@ -31,8 +31,9 @@ class Roster:
         return {name: getattr(self.handles[name], verb).remote(*args) for name in names}
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Leave a replica out until it answers again."""
+        """Leave a replica out until it answers again; what it staged is void."""
         self.aside[name] = reason
+        self.handles[name].weights_discard.remote()
         self._probe(name)
 
     def restart(self, name: str, error: ArealRayError) -> None:

@@ -1,0 +1,26 @@
+"""The one local Ray that all tests of a pytest run share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+
+@contextmanager
+def shared_ray() -> Iterator[None]:
+    """A real one-node Ray; whoever starts it also ends it. CPUs are oversubscribed on purpose."""
+    if ray.is_initialized():
+        yield
+        return
+    # One thread an actor: more would fight for the cores.
+    env = {"OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=512 * 1024**2,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": env},
+    )
+    yield
+    ray.shutdown()
