@@ -1,0 +1,137 @@
+"""Which part of a reply is its answer, and what plain numbers are worth; stdlib only.
+
+The rules, in order: text after the last finished thought and the last `###Response`; there, of the
+last `\\boxed{}` and the last `####`, the one further down; else the last formula between dollars on
+the last line; else the last number. A thought or a box that was never closed has no answer in it.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_BOX = re.compile(r"\\f?boxed\s*\{")
+_MARKER = re.compile(r"####[ \t]*([^\n]*)")
+_FORMULA = re.compile(r"\$([^$\n]+)\$|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w])")
+_THOUSANDS = re.compile(r"^[+-]?\d{1,3}(,\d{3})+(\.\d+)?$")
+_PLAIN = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$")
+_FRACTION = re.compile(r"^([+-]?)\\frac\{([+-]?[\d.,]+)\}\{([+-]?[\d.,]+)\}$")
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
+_PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*(?:percent|per cent|pct)\.?)\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A plain number, exactly."""
+
+    value: Fraction
+    is_percent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """The answer of a reply; empty where there is none."""
+
+    answer: str
+    is_cut: bool = False
+    """A thought or a box was left open: the reply was cut short."""
+
+
+def extract(reply: str) -> Extracted:
+    """The answer of a reply, by the rules above."""
+    text = reply.rpartition("</think>")[2]
+    if "<think>" in text:
+        return Extracted("", is_cut=True)
+    text = text.rpartition("###Response")[2]
+    boxes = list(_BOX.finditer(text))
+    markers = [m for m in _MARKER.finditer(text) if m[1].strip()]
+    if boxes and (not markers or boxes[-1].start() > markers[-1].start()):
+        inner = _inside_braces(text, boxes[-1].end())
+        # A box within a box: the outer one closes after the inner one.
+        return Extracted("", is_cut=True) if inner is None else Extracted(inner.strip())
+    if markers:
+        return Extracted(_without_markup(markers[-1][1]))
+    return Extracted(_flexible(text))
+
+
+def _inside_braces(text: str, start: int) -> str | None:
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return None
+
+
+def _flexible(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    formulas = [m for m in _FORMULA.finditer(lines[-1]) if "\\$" not in m[0]]
+    if formulas:
+        return next(part for part in formulas[-1].groups() if part is not None).strip()
+    return last_number_in(text)
+
+
+def last_number_in(text: str) -> str:
+    """The last number of a text as written; empty if there is none."""
+    found = _NUMBER.findall(text.replace("{,}", ",").replace("\\,", ","))
+    return found[-1].rstrip(",") if found else ""
+
+
+def _without_markup(text: str) -> str:
+    return text.strip().strip("*").strip()
+
+
+def normalised(answer: str) -> str:
+    """One spelling for what is written in several ways; no values are computed."""
+    text = answer.strip().strip("*").strip()
+    for old, new in (
+        *(("\\$", ""), ("$", ""), ("\\!", ""), ("{,}", ","), ("\\dfrac", "\\frac")),
+        *(("\\tfrac", "\\frac"), ("\\left", ""), ("\\right", ""), ("\u2212", "-")),
+        *(("\\ ", " "), ("~", " ")),
+    ):
+        text = text.replace(old, new)
+    while (box := re.fullmatch(r"\\f?boxed\s*\{(.*)\}", text, re.DOTALL)) is not None:
+        text = box[1].strip()
+    text = re.sub(r"(?<=\d)(?:\\,|\\;|\\:)(?=\d{3})", "", text)
+    text = re.sub(r"(?<=\d)(?:\\,|\\;|\s)(?=\\?(?:text|mathrm)?)", " ", text)
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(
+        r"\\(sin|cos|tan|sec|csc|cot)(\^\{?\d+\}?)?\s*(?<!\()(\\[a-zA-Z]+|(?<=\s)[a-zA-Z])(?![a-zA-Z(])",
+        r"\\\1\2(\3)",
+        text,
+    )
+    text = text.strip()
+    return text.rstrip(".").strip() if re.search(r"[\w})]\.+$", text) else text
+
+
+def number(answer: str) -> Number | None:
+    """The exact value of a plain number, fraction or percentage; None for anything else."""
+    text = normalised(answer)
+    bare = _UNIT.sub(lambda unit: f" {unit[1]} ", text).strip()
+    is_percent = bool(_PERCENT.search(bare))
+    value = _value(_PERCENT.sub("", bare).strip() if is_percent else bare)
+    if value is None:
+        value = _value(_UNIT.sub("", text).strip())  # 12 \text{ apples}
+    return None if value is None else Number(value, is_percent)
+
+
+def _value(text: str) -> Fraction | None:
+    text = text.replace(" ", "")
+    if _THOUSANDS.match(text):
+        text = text.replace(",", "")
+    if _PLAIN.match(text):
+        return Fraction(text)
+    found = _FRACTION.match(text)
+    sign, above, below = found.groups() if found else ("", *_slashed(text))
+    top, bottom = (_value(part) if part else None for part in (above, below))
+    if top is None or bottom is None or bottom == 0:
+        return None
+    return -top / bottom if sign == "-" else top / bottom
+
+
+def _slashed(text: str) -> tuple[str, str]:
+    above, slash, below = text.partition("/")
+    return (above, below) if slash and "/" not in below else ("", "")
