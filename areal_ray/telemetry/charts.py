@@ -31,6 +31,8 @@ class Series:
     colour: str = "c1"
     is_marked: bool = False
     """Draw a dot at each point: few points, or points that matter one by one."""
+    is_peak: bool = False
+    """Where points are too many, keep the largest of a stretch instead of its mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +75,20 @@ def number(value: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """At most `most` points: means of equal stretches of them."""
+def thin(points: Sequence[Point], most: int, *, is_peak: bool = False) -> list[Point]:
+    """At most `most` points: means (or peaks) of equal stretches of them."""
     if len(points) <= most:
         return list(points)
     thinned = []
     for i in range(most):
         stretch = points[i * len(points) // most : (i + 1) * len(points) // most]
-        thinned.append((stretch[-1][0], sum(y for _, y in stretch) / len(stretch)))
+        values = [y for _, y in stretch]
+        thinned.append((stretch[-1][0], max(values) if is_peak else sum(values) / len(values)))
     return thinned
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [p for p in points if math.isfinite(p[1])]
 
 
 def line_chart(
@@ -100,8 +107,7 @@ def line_chart(
         width: In pixels, if it is shown at full size.
     """
     finite = [
-        replace(s, points=thin([p for p in s.points if math.isfinite(p[1])], _MOST_POINTS))
-        for s in series
+        replace(s, points=thin(_finite(s.points), _MOST_POINTS, is_peak=s.is_peak)) for s in series
     ]
     drawn = [s for s in finite if s.points]
     if not drawn:
@@ -150,7 +156,7 @@ def _grid(x_axis: Axis, y_axis: Axis, x_name: str, width: float) -> str:
 def _curve(series: Series, x_axis: Axis, y_axis: Axis, width: float) -> str:
     placed = [_place(point, x_axis, y_axis, width) for point in series.points]
     path = _path(placed)
-    if len(placed) < _SMOOTH_FROM or series.is_marked:
+    if len(placed) < _SMOOTH_FROM or series.is_marked or series.is_peak:
         parts = [f'<path class="line {series.colour}" d="{path}"/>'] if len(placed) > 1 else []
     else:
         smooth = _path([_place(p, x_axis, y_axis, width) for p in _moving_average(series.points)])
@@ -234,7 +240,7 @@ def share_bars(rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]]) -> 
             share = 100 * seconds / total
             if seconds <= 0:
                 continue
-            label = f"{escape(part)} {share:.0f} %" if share >= 14 else ""
+            label = f"{escape(part)} {share:.0f} %" if share >= 11 else ""
             pieces.append(
                 f'<span class="piece {colour}" style="width:{share:.2f}%" '
                 f'title="{escape(name)}, {escape(part)}: {seconds:.1f} s, {share:.1f} %">'
@@ -286,7 +292,7 @@ def stacked_columns(steps: Sequence[float], layers: Sequence[Series]) -> str:
 
 def spark(values: Sequence[float]) -> str:
     """A curve for a table cell."""
-    finite = [v for v in values if math.isfinite(v)]
+    finite = [y for _, y in thin(_finite([(0.0, v) for v in values]), 100)]
     if len(finite) < 2:
         return ""
     low, high = min(finite), max(finite)

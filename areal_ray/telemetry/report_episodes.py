@@ -49,12 +49,9 @@ def episodes_part(lines: Sequence[Line]) -> str:
 def _keys() -> str:
     likely = "".join(f'<span><i class="p p{i}">{n}</i></span>' for i, n in enumerate(_LIKELY_NAMES))
     turns = "".join(f'<span><i class="t{i}">{i}</i></span>' for i in range(4))
-    versions = "".join(f'<i class="v v{i}">&nbsp;</i>' for i in range(5))
     return (
         '<p class="keys mask"><span><i class="t-s">sampled</i> by the policy, in the loss</span>'
         "<span><i>given</i> prompt, template or tool result, masked out</span></p>"
-        f'<p class="keys version"><span>{versions} oldest to newest version of the group; '
-        "point at a token for its number</span></p>"
         f'<p class="keys logprob"><span>probability when sampled:</span>{likely}</p>'
         f'<p class="keys turn"><span>model call:</span>{turns}</p>'
     )
@@ -63,7 +60,9 @@ def _keys() -> str:
 def _group(lines: Sequence[Line]) -> str:
     versions = sorted({t["version"] for line in lines for t in line["tokens"] if t["mask"]})
     shade = {v: round(i * 4 / max(1, len(versions) - 1)) for i, v in enumerate(versions)}
-    return "".join(_episode(line, shade, is_open=i < 2) for i, line in enumerate(lines))
+    keys = "".join(f'<i class="v v{shade[v]}">{v}</i>' for v in versions)
+    episodes = "".join(_episode(line, shade, is_open=i < 2) for i, line in enumerate(lines))
+    return f'<p class="keys version"><span>sampled by version: {keys}</span></p>{episodes}'
 
 
 def _episode(line: Line, shade: Mapping[int, int], *, is_open: bool) -> str:

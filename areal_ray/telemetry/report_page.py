@@ -119,11 +119,11 @@ max-height:420px;overflow:auto}
 .tokens span{border-radius:2px;padding:2px 0;color:var(--soft)}
 .tokens span:hover{outline:1.5px solid var(--ink)}.tokens .s{color:var(--ink)}
 .t-s{background:color-mix(in srgb,var(--c1) 22%,transparent)}
-.v0{--t:14%}.v1{--t:26%}.v2{--t:38%}.v3{--t:50%}.v4{--t:62%}
-.p0{--t:6%}.p1{--t:18%}.p2{--t:34%}.p3{--t:52%}.p4{--t:74%}
+.v0{--v:14%}.v1{--v:26%}.v2{--v:38%}.v3{--v:50%}.v4{--v:62%}
+.p0{--p:6%}.p1{--p:18%}.p2{--p:34%}.p3{--p:52%}.p4{--p:74%}
 [data-mode=mask] .s{background:color-mix(in srgb,var(--c1) 22%,transparent)}
-[data-mode=version] .s,i.v{background:color-mix(in srgb,var(--c3) var(--t),transparent)}
-[data-mode=logprob] .s,i.p{background:color-mix(in srgb,var(--c2) var(--t),transparent)}
+[data-mode=version] .s,i.v{background:color-mix(in srgb,var(--c3) var(--v),transparent)}
+[data-mode=logprob] .s,i.p{background:color-mix(in srgb,var(--c2) var(--p),transparent)}
 [data-mode=turn] .t0,i.t0{background:color-mix(in srgb,var(--c1) 22%,transparent)}
 [data-mode=turn] .t1,i.t1{background:color-mix(in srgb,var(--c2) 24%,transparent)}
 [data-mode=turn] .t2,i.t2{background:color-mix(in srgb,var(--c3) 26%,transparent)}

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
-from areal_ray.telemetry.charts import Series, bar_chart, line_chart, nice_axis, stacked_columns
+from areal_ray.telemetry.charts import (
+    Series,
+    bar_chart,
+    line_chart,
+    nice_axis,
+    stacked_columns,
+    thin,
+)
 from areal_ray.telemetry.episodes import EPISODES_FILE, EpisodeLog, episode_lines
 from areal_ray.telemetry.report import write_report
 from areal_ray.telemetry.rows import read_rows
@@ -220,3 +227,15 @@ def test_an_axis_covers_its_values_with_few_round_ticks(a, b):
     assert axis.low <= low + slack
     assert axis.high >= high - slack
     assert 2 <= len(axis.ticks) <= 8
+
+
+def test_a_long_run_has_a_page_that_a_browser_opens_at_once(tmp_path: Path):
+    text = write_report(full_run(tmp_path, steps=3000)).read_text(encoding="utf-8")
+    assert len(text) < 600_000
+    assert "3000 of 3000 steps" in text
+
+
+def test_a_peak_survives_thinning():
+    points = [(float(i), float(i == 777)) for i in range(5000)]
+    assert max(y for _, y in thin(points, 400, is_peak=True)) == 1.0
+    assert [x for x, _ in thin(points, 400)][-1] == 4999.0
