@@ -50,6 +50,7 @@ PRINT_HOMES = ("cli.py", "telemetry/sinks.py", "telemetry/progress.py", "telemet
 BROAD_EXCEPTS = {
     "agents/episode.py": "the agent",
     "rewards/worker.py": "the reward",
+    "engines/torch_generation.py": "the loop's end: every turn it held comes back with the cause",
     "preflight.py": "code that a recipe names",
     "launch.py": "the run's own end: any failure is told, and the report still written",
     "runtime/supervisor.py": "the supervisor",

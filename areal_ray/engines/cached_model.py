@@ -19,13 +19,17 @@ class Forward(Protocol):
 
     cache_shape: CacheShape
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the checkpoint, a tied head left out."""
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any: ...
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Copies of checked tensors, ready to be put in place."""
 
-    def install(self, weights: Any) -> None: ...
+    def install(self, weights: Any) -> None:
+        """Use what `prepare` made from the next call on."""
 
-    def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor: ...
+    def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor:
+        """[m, vocabulary] after each row's last token; the cache then holds the new tokens."""
 
 
 class CachedModel:

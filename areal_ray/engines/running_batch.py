@@ -7,7 +7,6 @@ its place, so every tensor op reads a slice. A step costs what the longest runni
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,42 +21,32 @@ from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import RowTable, failed_result
 from areal_ray.engines.sampling import SamplingRows, sample, uniforms
+from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 
 _FEWEST_TOKENS_WORTH_COPYING = 8
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """What the running batch may use."""
-
-    max_rows: int
-    max_prefill_tokens: int
-    """New prompt tokens one step computes; a single longer prompt is computed alone."""
-    max_cache_bytes: int
-    max_kept_rows: int
 
 
 class RunningBatch:
     """Rows of running sequences over one KV cache."""
 
-    def __init__(self, model: GenerationModel, limits: BatchLimits) -> None:
+    def __init__(self, model: GenerationModel, config: TorchGenerationConfig) -> None:
         shape = model.forward.cache_shape
         self._token_bytes = shape.token_bytes(model.dtype)
-        bounds = CacheLimits(limits.max_rows, model.window_tokens, limits.max_cache_bytes)
+        bounds = CacheLimits(config.max_slots, model.window_tokens, config.kv_cache_bytes)
         kept_bounds = CacheLimits(
-            limits.max_kept_rows, model.window_tokens, limits.max_cache_bytes // 4
+            config.kept_sequences, model.window_tokens, config.kv_cache_bytes // 4
         )
         self._cache = KVCache(shape, bounds, model.dtype, model.device)
         self._model = CachedModel(model.forward, self._cache)
         self._kept = PrefixStore(
             KVCache(shape, kept_bounds, model.dtype, model.device), kept_bounds
         )
-        self._limits = limits
+        self._config = config
         self._window_tokens = model.window_tokens
         self.version = 0
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
-        self._rows = RowTable(limits.max_rows, model.window_tokens, model.stop_ids)
+        self._rows = RowTable(config.max_slots, model.window_tokens, model.stop_ids)
         self._sampling: SamplingRows | None = None
 
     @property
@@ -105,15 +94,15 @@ class RunningBatch:
         taken: list[GenerationRequest] = []
         longest = int(self._rows.column("end").max(initial=0))
         new_tokens, seen = 0, set()
-        while waiting and self.num_rows + len(taken) < self._limits.max_rows:
+        while waiting and self.num_rows + len(taken) < self._config.max_slots:
             request = waiting[0]
             prompt = len(request.prompt_ids)
             longest = max(longest, self._end(request))
             num_rows = self.num_rows + len(taken) + 1
-            fits_bytes = num_rows * longest * self._token_bytes <= self._limits.max_cache_bytes
+            fits_bytes = num_rows * longest * self._token_bytes <= self._config.kv_cache_bytes
             content = request.prompt_ids.tobytes()
             cost = 0 if content in seen else prompt
-            fits_step = new_tokens + cost <= self._limits.max_prefill_tokens
+            fits_step = new_tokens + cost <= self._config.max_prefill_tokens_per_step
             if num_rows > 1 and not (fits_bytes and (fits_step or not taken)):
                 break
             seen.add(content)
@@ -161,7 +150,7 @@ class RunningBatch:
         lengths = self._rows.column("length", first)[: len(starts)]
         self.prefilled_tokens += int((lengths - starts).sum())
         return self._model.prefill(
-            self._rows.tokens, first, starts, lengths, self._limits.max_prefill_tokens
+            self._rows.tokens, first, starts, lengths, self._config.max_prefill_tokens_per_step
         )
 
     # -- one step -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ waiting turns, sample one token for every running row, report the turns that end
 The loop waits for: a request, an abort, a swap, `resume` or `close`; unblocked by each of these.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -26,10 +27,11 @@ from areal_ray.engines.protocols import (
     OnWeightUpdate,
 )
 from areal_ray.engines.row_table import aborted_result, failed_result
-from areal_ray.engines.running_batch import BatchLimits, RunningBatch
+from areal_ray.engines.running_batch import RunningBatch
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.errors import EngineError
 
+_log = logging.getLogger(__name__)
 _CLOSE_DEADLINE_S = 10.0
 
 
@@ -42,6 +44,7 @@ class _Swap:
     policy: OnWeightUpdate
     done: threading.Event = field(default_factory=threading.Event)
     idle_s: float = 0.0
+    failure: Exception | None = None
 
 
 class TorchGenerationEngine:
@@ -58,15 +61,7 @@ class TorchGenerationEngine:
         """
         self._num_threads = config.num_threads
         self._model = load_generation_model(model_path, config)
-        self._batch = RunningBatch(
-            self._model,
-            BatchLimits(
-                config.max_slots,
-                config.max_prefill_tokens_per_step,
-                config.kv_cache_bytes,
-                config.kept_sequences,
-            ),
-        )
+        self._batch = RunningBatch(self._model, config)
         self._batch.version = version
         self._changed = threading.Condition()
         # Shared with the loop thread, under `_changed`:
@@ -77,7 +72,7 @@ class TorchGenerationEngine:
         self._is_paused = False
         self._is_stepping = False
         self._is_closed = False
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._on_results: Callable[[list[GenerationResult]], None] = _ignore
         self._swap_turn = threading.Lock()
@@ -111,7 +106,7 @@ class TorchGenerationEngine:
             else:
                 sound.append(request)
         with self._changed:
-            self._raise_if_over()
+            _raise_if_over(self._failure, self._is_closed)
             self._waiting.extend(sound)
             self._unserved.extend(bad)
             self._changed.notify_all()
@@ -159,16 +154,14 @@ class TorchGenerationEngine:
             check_tensors(self.weight_shapes(), tensors)
             swap = _Swap(self._model.forward.prepare(tensors), version, policy)
             with self._changed:
-                self._raise_if_over()
+                _raise_if_over(self._failure, self._is_closed)
                 if self._thread is None:
                     self._apply(swap)
                     return swap.idle_s
                 self._swap = swap
                 self._changed.notify_all()
             swap.done.wait()
-            with self._changed:
-                if self._batch.version != version:
-                    self._raise_if_over()
+            _raise_if_over(swap.failure, is_closed=False)
             return swap.idle_s
 
     def health(self) -> EngineHealth:
@@ -178,8 +171,7 @@ class TorchGenerationEngine:
             EngineError: The loop has failed; says why.
         """
         with self._changed:
-            if self._failure is not None:
-                self._raise_if_over()
+            _raise_if_over(self._failure, is_closed=False)
             return EngineHealth(
                 version=self._batch.version,
                 num_running=self._batch.num_rows,
@@ -206,6 +198,7 @@ class TorchGenerationEngine:
                 while self._wait_for_work():
                     self._step()
         except Exception as error:
+            _log.exception("torch generation engine: the loop stopped")
             self._end(error)
         else:
             self._end(None)
@@ -226,9 +219,6 @@ class TorchGenerationEngine:
             return True
         return not self._is_paused and (self._batch.num_rows > 0 or bool(self._waiting))
 
-    def _may_swap(self, swap: _Swap) -> bool:
-        return swap.policy != "drain" or self._batch.num_rows == 0
-
     def _step(self) -> None:
         """One engine step; at most one call of `on_results`."""
         begin = time.perf_counter()
@@ -236,14 +226,15 @@ class TorchGenerationEngine:
             self._finished += self._unserved
             self._unserved = []
             self._abort_requested()
-            swap, is_paused = self._swap, self._is_paused
-        if swap is not None and self._may_swap(swap):
+            is_paused, swap = self._is_paused, self._swap
+            if swap is not None and (swap.policy != "drain" or self._batch.num_rows == 0):
+                self._swap = None
+            is_draining = self._swap is not None
+        if swap is not None and not is_draining:
             self._apply(swap)
-            with self._changed:
-                self._swap = swap = None
-        if not is_paused or swap is not None:
-            if swap is None:
-                self._admit()
+        if not is_paused and not is_draining:
+            self._admit()
+        if not is_paused or is_draining:
             self._finished += self._batch.decode()
         self._busy_s += time.perf_counter() - begin
         self._report()
@@ -270,10 +261,17 @@ class TorchGenerationEngine:
 
     def _apply(self, swap: _Swap) -> None:
         begin = time.perf_counter()
-        self._batch.change_weights(swap.weights, swap.version, recompute=swap.policy == "recompute")
-        swap.idle_s = time.perf_counter() - begin
-        self._idle_for_swap_s += swap.idle_s
-        swap.done.set()
+        try:
+            self._batch.change_weights(
+                swap.weights, swap.version, recompute=swap.policy == "recompute"
+            )
+            swap.idle_s = time.perf_counter() - begin
+            self._idle_for_swap_s += swap.idle_s
+        except Exception as error:
+            swap.failure = error
+            raise
+        finally:
+            swap.done.set()
 
     def _end(self, failure: Exception | None) -> None:
         """Hand everything back: as aborted when closed, with the cause when the loop failed."""
@@ -294,17 +292,19 @@ class TorchGenerationEngine:
             why = f"the engine stopped: {type(failure).__name__}: {failure}"
             self._finished += [failed_result(request_id, why) for request_id in running + waiting]
         if swap is not None:
+            swap.failure = failure or EngineError("the engine was closed")
             swap.done.set()
         self._report()
 
-    def _raise_if_over(self) -> None:
-        if self._failure is not None:
-            raise EngineError(
-                f"torch generation engine: the loop stopped: {type(self._failure).__name__}: "
-                f"{self._failure}. Start a new engine."
-            ) from self._failure
-        if self._is_closed:
-            raise EngineError("torch generation engine: it is closed. Start a new engine.")
+
+def _raise_if_over(failure: Exception | None, is_closed: bool) -> None:
+    if failure is not None:
+        raise EngineError(
+            f"torch generation engine: the loop stopped: {type(failure).__name__}: {failure}. "
+            "Start a new engine."
+        ) from failure
+    if is_closed:
+        raise EngineError("torch generation engine: it is closed. Start a new engine.")
 
 
 def _ignore(results: list[GenerationResult]) -> None:
