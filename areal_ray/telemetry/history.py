@@ -21,10 +21,14 @@ class RunHistory:
         self._clock = clock
         self._began = clock()
         self._pace: list[float] = []
+        self._num_steps = 0
 
     def add_step(self, view: StepView) -> None:
         """Remember a step."""
         self.last = view
+        if self._num_steps == 1:
+            self._pace.clear()  # the first step has the start of everything in it
+        self._num_steps += 1
         self._pace = [*self._pace[1 - _RECENT_STEPS :], view.step_s]
         value = view.reward if view.reward is not None else view.loss
         if value is not None:

@@ -23,6 +23,9 @@ from areal_ray.telemetry.views import (
     duration_text,
 )
 
+_BETWEEN_STEPS_S = 0.5
+"""Faster steps share a line: metrics.jsonl has them all."""
+
 
 class Progress(Protocol):
     """Shows one run. Every method returns at once and may be called from any thread."""
@@ -61,6 +64,7 @@ class LineProgress:
         self._clock = clock
         self._said_at = clock()
         self._since = "the start"
+        self._next_step_at = clock()
         self._status = StatusView()
         self._history: RunHistory | None = None
         self._lock = threading.Lock()
@@ -86,7 +90,10 @@ class LineProgress:
             left_s = self._history.eta_s
             eta = f"  eta {duration_text(left_s)}" if left_s else ""
         self._since = f"step {view.step}"
-        self._say(view.line(total) + eta)
+        now = self._clock()
+        if now >= self._next_step_at or view.step == total or view.skipped:
+            self._next_step_at = now + _BETWEEN_STEPS_S
+            self._say(view.line(total) + eta)
 
     def on_eval(self, view: EvalView) -> None:
         """An evaluation is done."""

@@ -44,7 +44,9 @@ class StepView:
     def line(self, total_steps: int = 0) -> str:
         """One plain line."""
         of = f"/{total_steps}" if total_steps else ""
-        parts = [f"step {self.step:>{len(of) - 1 if of else 1}}{of}", f"v{self.version}"]
+        parts = [f"step {self.step:>{len(of) - 1 if of else 1}}{of}"]
+        if self.reward is not None or self.skipped:  # supervised steps publish no version
+            parts.append(f"v{self.version}")
         if self.skipped:
             parts.append("skipped (nothing to train on)")
         if self.reward is not None:

@@ -130,10 +130,11 @@ def test_the_heartbeat_comes_by_itself():
 
 
 def test_a_run_is_told_from_its_header_to_its_outcome():
-    progress, stream, _ = spoken()
+    progress, stream, clock = spoken()
     progress.start(HEADER)
     progress.on_eval(EvalView(step=0, version=0, accuracy=0.46, episodes=300, wall_s=1.2))
     for number in (1, 2, 3):
+        clock.now += 1.0
         progress.on_step(step(number, reward=number / 3))
     progress.on_eval(EvalView(step=3, version=3, accuracy=0.9, episodes=300, wall_s=1.2))
     progress.on_event("rollout-1 died (killed by signal 9); restarted, rejoins at version 3")
@@ -250,6 +251,26 @@ def test_the_time_left_follows_the_last_ten_steps_alone():
     for number in range(1, 21):
         history.add_step(step(number, step_s=100.0 if number <= 10 else 2.0))
     assert history.eta_s == pytest.approx(20.0)
+
+
+def test_the_start_of_everything_in_the_first_step_does_not_count_for_the_time_left():
+    history = RunHistory(Header(name="d", kind="rl", total_steps=12), Clock())
+    history.add_step(step(1, step_s=50.0))
+    history.add_step(step(2, step_s=1.0))
+    assert history.eta_s == pytest.approx(10.0)
+
+
+def test_fast_steps_share_a_line_but_the_last_one_is_always_told():
+    progress, stream, clock = spoken()
+    progress.start(Header(name="d", kind="sft", total_steps=20))
+    for number in range(1, 21):
+        clock.now += 0.1
+        progress.on_step(StepView(step=number, version=0, step_s=0.1, loss=1 / number))
+    progress.stop()
+    told = re.findall(r"^step +(\d+)/20  loss", stream.getvalue(), re.MULTILINE)
+    assert told[0] == "1"
+    assert told[-1] == "20"
+    assert 4 <= len(told) <= 6
 
 
 def test_a_resumed_run_counts_from_its_checkpoint():
