@@ -59,20 +59,20 @@ class WeightReceiver:
             PublishError: The tensors are not those of this model.
         """
         self.discard()
-        self._accept(plan)
         group = self._group
         if group is None:
             raise GroupBroken(f"version {version}: this replica is in no group")
-        buffer = self._staging(plan, collective_device=group.device)
         try:
+            self._accept(plan)
+            buffer = self._staging(plan, group.device)
             digests = _receive_buckets(plan, group, buffer)
-        except GroupBroken:
-            if group is self._group:
+            if group is not self._group:
+                raise GroupBroken(f"version {version}: the group was replaced while staging")
+            self._staged = (version, plan, buffer)
+        finally:
+            # The others must not wait until the deadline for a member that gave up.
+            if self._staged is None and group is self._group:
                 self.leave()
-            raise
-        if group is not self._group:
-            raise GroupBroken(f"version {version}: the group was replaced while staging")
-        self._staged = (version, plan, buffer)
         return digests
 
     def stage_payload(
@@ -125,9 +125,9 @@ class WeightReceiver:
             raise PublishError(f"weights do not fit this model: {mismatch}")
         self._accepted_plan = plan.digest
 
-    def _staging(self, plan: BucketPlan, collective_device: Any = None) -> "Tensor":
+    def _staging(self, plan: BucketPlan, device: Any = None) -> "Tensor":
         if self._buffer is None or self._buffer.numel() != plan.total_bytes:
-            self._buffer = collective.flat_buffer(plan.total_bytes, collective_device)
+            self._buffer = collective.flat_buffer(plan.total_bytes, device)
         return self._buffer
 
 

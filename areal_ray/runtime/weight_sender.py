@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from areal_ray.core.buckets import BucketPlan, digest, plan_buckets, seal
 from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
-from areal_ray.runtime.membership import GroupBroken, Membership
+from areal_ray.runtime.membership import Membership
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,14 +64,14 @@ class WeightSender:
             GroupBroken: A receiver went away or did not take its buckets in time.
         """
         host = self._buffer_for(plan, version)
-        group, weights = self._group, self._weights()
         try:
-            digests = self._send_buckets(plan, weights, host, group)
-        except GroupBroken:
-            self.leave()  # closes the connections, so that the other receivers stop waiting
-            raise
-        seal(plan, host.numpy(), version, digests)
-        self._kept[version] = (plan.digest, host)
+            digests = self._send_buckets(plan, self._weights(), host, self._group)
+            seal(plan, host.numpy(), version, digests)
+            self._kept[version] = (plan.digest, host)
+        finally:
+            # The others must not wait until the deadline for a member that gave up.
+            if version not in self._kept:
+                self.leave()
         return digests
 
     def snapshot(self, plan: BucketPlan, version: int) -> NDArray[np.uint8]:
