@@ -111,7 +111,7 @@ class Checkpoints:
 
     def latest(self) -> Found:
         """The newest complete checkpoint, by number, and why newer ones were passed over."""
-        skipped = []
+        skipped: list[str] = []
         for step, folder in self._newest_first():
             problem = _problem(folder)
             if problem is None:

@@ -129,6 +129,7 @@ class SftConfig(Config):
     """The phases of a `kind: sft` run, one after the other."""
 
     phases: tuple[SftPhase, ...] = Field(min_length=1)
+    """At least one."""
 
     @property
     def planned_steps(self) -> int:

@@ -7,10 +7,9 @@ Waits for: the other ranks inside every method but `weights` and `close`.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from areal_ray.engines.train_metrics import (
     Progress,
     TokenTally,
     count_metrics,
+    sum_counts,
     token_metrics,
     work_metrics,
 )
@@ -110,7 +110,7 @@ class TorchTrainEngine:
         """
         started = time.monotonic()
         batches = [train_batch(g, self._objective, version, oldest_version) for g in minibatches]
-        totals = self._sum_counts([batch.counts for batch in batches])
+        totals = sum_counts([batch.counts for batch in batches], self._ranks)
         prepared = [self._prepare(b, t) for b, t in zip(batches, totals, strict=True)]
         proximal, proximal_s = self._proximal(prepared)
         rate, tally, progress = self._next_rate(), TokenTally(), Progress()
@@ -238,13 +238,6 @@ class TorchTrainEngine:
         rate = learning_rate(self._steps_taken, self._total_steps, self._learner.optimizer)
         self._steps_taken += 1
         return rate
-
-    def _sum_counts(self, counts: Sequence[TrainCounts]) -> list[TrainCounts]:
-        """Counts of each minibatch over all ranks, in one exchange."""
-        flat = [float(number) for c in counts for number in astuple(c)]
-        width = len(astuple(TrainCounts()))
-        summed = np.array(self._ranks.sum_numbers(flat), np.int64).reshape(-1, width)
-        return [TrainCounts(*row) for row in summed.tolist()]
 
     def _prepare(self, batch: TrainBatch, totals: TrainCounts) -> _Minibatch:
         per_sequence = self._objective.is_sequence_mean

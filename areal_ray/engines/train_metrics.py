@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torch import Tensor
 
@@ -92,6 +92,14 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         return {}
     means = {metric: sums[name] / tokens for name, metric in _MEANS.items() if name in sums}
     return means | {metric: sums[name] for name, metric in _LARGEST.items() if name in sums}
+
+
+def sum_counts(counts: Sequence[TrainCounts], ranks: RankGroup) -> list[TrainCounts]:
+    """Counts of each minibatch over all ranks, in one exchange."""
+    flat = [float(number) for c in counts for number in astuple(c)]
+    summed = [round(number) for number in ranks.sum_numbers(flat)]
+    width = len(astuple(TrainCounts()))
+    return [TrainCounts(*summed[i : i + width]) for i in range(0, len(summed), width)]
 
 
 def count_metrics(totals: Sequence[TrainCounts], max_staleness: int) -> dict[str, float]:
