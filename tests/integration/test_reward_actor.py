@@ -1,0 +1,218 @@
+"""Scoring in killable processes: what a reward does is its episode's problem alone."""
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_ray.core.journal import read_group_bytes
+from areal_ray.core.task import Task
+from areal_ray.core.trajectory import Group, Outcome, Trajectory, decode_group, encode_group
+from areal_ray.errors import DeadlineExceeded, RecipeError
+from areal_ray.rewards.reward import RewardConfig
+from areal_ray.rewards.runner import RewardRunner
+from areal_ray.runtime.reward_actor import RewardActor
+
+TASK = Task("t", ({"role": "user", "content": "x"},), answer=1)
+ROOT = str(Path(__file__).resolve().parents[2])
+FUNCTIONS = "tests.support.reward_functions:"
+
+LINE = Trajectory(
+    token_ids=np.arange(4, dtype=np.int32),
+    loss_mask=np.array([False, False, True, True]),
+    behaviour_logprobs=np.array([0, 0, -1, -2], np.float32),
+    versions=np.array([-1, -1, 3, 4], np.int32),
+    turn_ids=np.array([-1, -1, 0, 0], np.int16),
+    task_id="t",
+    group_id="g",
+    episode_id="e",
+)
+
+
+def said(*texts: str) -> list[Trajectory]:
+    return [replace(LINE, episode_id=f"e{i}", final_text=text) for i, text in enumerate(texts)]
+
+
+def config(function: str, **fields: Any) -> RewardConfig:
+    return RewardConfig(score=FUNCTIONS + function, **{"timeout_s": 20.0, **fields})
+
+
+def score(reward: RewardConfig, *groups: list[Trajectory]) -> tuple[list[Any], float]:
+    """Verdicts of the groups one after the other, and seconds without the children's start."""
+
+    async def run() -> tuple[list[Any], float]:
+        runner = RewardRunner(reward, [ROOT])
+        children = [await runner._spawn() for _ in range(reward.workers)]
+        runner._idle.extend(children)
+        started = time.monotonic()
+        try:
+            told = [v for group in groups for v in await runner.score(TASK, group)]
+            return told, time.monotonic() - started
+        finally:
+            await runner.close()
+            assert not living_descendants()
+
+    return asyncio.run(run())
+
+
+def living_descendants() -> list[str]:
+    """Processes below this one, zombies included, but for what pytest itself may run."""
+    mine, children = os.getpid(), []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_text()
+        except OSError:
+            continue
+        is_ours = int(fields[1]) == mine or "time.sleep(600)" in command
+        if is_ours and ("rewards.worker" in command or fields[0] == "Z" or "sleep(600)" in command):
+            children.append(command)
+    return children
+
+
+def test_a_reward_sees_the_trajectory_and_its_arguments_and_may_print():
+    told, _ = score(config("length", args={"scale": 2.0}), said("abc", ""))
+    assert [v.reward for v in told] == [6.0, 0.0]
+
+
+def test_whatever_a_reward_does_costs_its_own_episode_and_nothing_else():
+    texts = ("ok", "hang", "ok", "die", "raise", "exit", "abstain", "child", "ok")
+    told, _ = score(config("as_said", timeout_s=1.0), said(*texts))
+    assert [v.reward for v in told] == [1.0, None, 1.0, None, None, None, None, None, 1.0]
+    reasons = [v.reason for v in told]
+    assert reasons[1] == reasons[7] == "the reward exceeded 1 s"
+    assert reasons[3] == "the scoring process died (SIGKILL)"
+    assert reasons[4] == "the reward raised RuntimeError: judge unreachable"
+    assert reasons[5] == "the reward raised SystemExit: 3"
+    assert reasons[6] == "the reward abstained"
+    assert told[0].details == {"said": "ok"}
+
+
+def test_a_reward_that_wants_too_much_memory_is_unscored_and_the_next_one_is_fine():
+    told, _ = score(config("as_said", memory_bytes=2 * 2**30), said("memory", "ok"))
+    assert told[0].reward is None
+    assert "memory" in told[0].reason
+    assert told[1].reward == 1.0
+
+
+def test_one_hanging_reward_after_the_other_leaves_no_process_behind():
+    told, _ = score(config("as_said", timeout_s=0.05), said(*["hang"] * 6))
+    assert all(v.reason == "the reward exceeded 0.05 s" for v in told)
+
+
+def test_slow_rewards_are_spread_over_the_workers():
+    told, seconds = score(config("slow", workers=8), said(*["x"] * 32))
+    assert all(v.reward == 1.0 for v in told)
+    assert seconds < 3.0  # 6.4 s one after the other
+
+
+def test_an_asynchronous_reward_is_awaited_for_all_siblings_at_once():
+    told, seconds = score(config("slow_async"), said(*[str(i) for i in range(16)]))
+    assert [v.reward for v in told] == [float(i) for i in range(16)]
+    assert seconds < 0.8
+
+
+def test_an_asynchronous_reward_that_hangs_costs_only_its_own_episode():
+    told, _ = score(config("async_as_said", timeout_s=0.5), said("ok", "hang", "ok"))
+    assert [v.reward for v in told] == [1.0, None, 1.0]
+    assert told[1].reason == "the reward exceeded 0.5 s"
+
+
+def test_a_reward_that_cannot_be_imported_is_one_clear_error():
+    async def run(function: str, **fields: Any) -> None:
+        runner = RewardRunner(config(function, **fields), [ROOT])
+        try:
+            await runner.start()
+        finally:
+            await runner.close()
+
+    with pytest.raises(RecipeError, match="Did you mean 'length'"):
+        asyncio.run(run("lenght"))
+    with pytest.raises(DeadlineExceeded, match="reward.start_timeout_s"):
+        asyncio.run(run("length", start_timeout_s=0.001))
+
+
+def run_actor(actor: RewardActor, *groups: Group) -> list[Any]:
+    async def run() -> list[Any]:
+        try:
+            return [await actor.score_group(encode_group(group), TASK) for group in groups]
+        finally:
+            await actor.close()
+
+    return asyncio.run(run())
+
+
+def test_a_scored_group_has_rewards_and_outcomes_filled_in_and_lies_in_the_journal(tmp_path):
+    group = Group("g", "t", tuple(said("ok", "raise", "abstain")))
+    actor = RewardActor("reward-0", config("as_said"), search=[ROOT], journal=str(tmp_path))
+    ((summary, payload),) = run_actor(actor, group)
+    scored = decode_group(payload)
+    assert [t.reward for t in scored.trajectories] == [1.0, None, None]
+    assert [t.outcome for t in scored.trajectories] == [Outcome.OK, *[Outcome.UNSCORED] * 2]
+    assert scored.trajectories[0].token_ids.tolist() == [0, 1, 2, 3]
+    assert "reward" in scored.trajectories[0].seconds
+    assert summary.rewards == (1.0, None, None)
+    assert summary.num_unscored == 2
+    assert {f.reason for f in summary.failures} == {
+        "the reward raised RuntimeError: judge unreachable",
+        "the reward abstained",
+    }
+    assert read_group_bytes(tmp_path, summary.place) == payload
+
+
+def test_scoring_twice_gives_the_same_answer():
+    group = Group("g", "t", tuple(said("ok", "raise")))
+    first, second = run_actor(RewardActor("r", config("as_said"), search=[ROOT]), group, group)
+    assert first[0].rewards == second[0].rewards == (1.0, None)
+    assert first[0].place is None
+
+
+def test_an_episode_that_scored_itself_is_left_alone():
+    lines = (replace(said("ok")[0], reward=0.25), replace(said("raise")[0], reward=0.5))
+    group = Group("g", "t", (lines[0], replace(lines[1], episode_id="other")))
+    ((summary, _),) = run_actor(RewardActor("r", config("as_said"), search=[ROOT]), group)
+    assert summary.rewards == (0.25, 0.5)
+
+
+def test_the_branches_of_an_episode_share_the_verdict_on_its_last_turn():
+    early = replace(said("raise")[0], branch_id=0)
+    late = replace(said("ok")[0], branch_id=1, turn_ids=np.array([-1, -1, 1, 1], np.int16))
+    ((summary, payload),) = run_actor(
+        RewardActor("r", config("as_said"), search=[ROOT]), Group("g", "t", (late, early))
+    )
+    assert summary.rewards == (1.0,)
+    assert [t.reward for t in decode_group(payload).trajectories] == [1.0, 1.0]
+
+
+def test_scoring_works_from_inside_a_ray_actor_and_after_it_was_killed(ray_session):
+    import ray
+
+    actor = (
+        ray.remote(RewardActor)
+        .options(num_cpus=0, max_restarts=-1, max_task_retries=2)
+        .remote("reward-0", config("as_said"), search=[ROOT])
+    )
+    payload = encode_group(Group("g", "t", tuple(said("ok", "hang", "ok"))))
+    try:
+        method = actor.score_group.options(num_returns=2)
+        pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+        ray.get(actor.ready.remote())
+        os.kill(pid, 9)
+        quick = encode_group(Group("g", "t", tuple(said("ok", "raise"))))
+        summary, scored = method.remote(quick, TASK)
+        assert ray.get(summary, timeout=60).rewards == (1.0, None)
+        assert [t.reward for t in decode_group(ray.get(scored)).trajectories] == [1.0, None]
+        assert payload
+    finally:
+        ray.kill(actor)
+    deadline = time.monotonic() + 20
+    while living := living_descendants():
+        assert time.monotonic() < deadline, living
+        time.sleep(0.2)

@@ -1,0 +1,53 @@
+"""Reward functions with the manners of rewards in the wild; the scoring processes import them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def length(task: Any, trajectory: Any, scale: float = 1.0) -> float:
+    """Characters of the final text."""
+    print("a reward may print")
+    return scale * len(trajectory.final_text)
+
+
+def as_said(task: Any, trajectory: Any) -> Any:
+    """Does what the final text says."""
+    said = trajectory.final_text
+    if said == "hang":
+        while True:
+            pass
+    if said == "child":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        time.sleep(600)
+    if said == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if said == "exit":
+        sys.exit(3)
+    if said == "memory":
+        return len(bytearray(4 * 2**30))
+    if said == "raise":
+        raise RuntimeError("judge\nunreachable")
+    return None if said == "abstain" else {"reward": 1.0, "said": said}
+
+
+def slow(task: Any, trajectory: Any) -> float:
+    """Takes a fifth of a second."""
+    time.sleep(0.2)
+    return 1.0
+
+
+async def slow_async(task: Any, trajectory: Any) -> float:
+    """Waits a tenth of a second, as for a judge's answer."""
+    await asyncio.sleep(0.1)
+    return float(trajectory.final_text)
+
+
+async def async_as_said(task: Any, trajectory: Any) -> float:
+    """Waits for ever if it is told so."""
+    await asyncio.sleep(600 if trajectory.final_text == "hang" else 0)
+    return 1.0
