@@ -25,6 +25,8 @@ from areal_ray.telemetry.summary import LedgerSummary
 from areal_ray.telemetry.views import EvalView, StatusView, StepView
 from areal_ray.telemetry.waits import WaitBoard
 
+_FAILED = ("agent_error", "env_error", "timeout")
+"""Outcomes of attempts that no sibling stands for: the group's own metrics do not see them."""
 _INLINED_BYTES = 100 * 1024
 """Ray carries smaller objects inside the messages that pass through their owner, the driver."""
 
@@ -67,6 +69,8 @@ class Records:
         for name, value, weight in scored.metrics:
             if not name.startswith("reward/"):
                 self._window.add(name, value, weight=weight)
+        for outcome in _FAILED:
+            self._window.add(f"agent/{outcome}_episodes", made.outcomes.get(outcome, 0))
         self._window.add("time/reward_busy_s", scored.seconds)
         # Each payload passes once as an answer and once as an argument, twice in all.
         carried = [made.payload_bytes, scored.payload_bytes]

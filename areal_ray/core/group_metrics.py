@@ -21,9 +21,13 @@ def group_metrics(group: Group) -> tuple[MetricValue, ...]:
     firsts = [branches[-1] for branches in episodes.values()]
     wall = [sum(t.seconds.values()) for t in firsts]
     truncated = _share(firsts, StopReason.LENGTH)
+    sampled = sum(t.num_sampled_tokens for t in group.trajectories)
     values: list[MetricValue] = [
         *_rewards([t.reward for t in firsts if t.reward is not None]),
         ("reward/unscored_episodes", sum(t.reward is None for t in firsts), 1.0),
+        ("rollout/sampled_tokens", sampled, 1.0),
+        ("rollout/prompt_tokens", group.num_tokens - sampled, 1.0),
+        ("agent/episodes", count, 1.0),
         ("agent/ok_episodes", sum(t.outcome is Outcome.OK for t in firsts), 1.0),
         ("agent/truncated_episodes", sum(t.outcome is Outcome.TRUNCATED for t in firsts), 1.0),
         ("agent/truncated_fraction", truncated, count),
@@ -32,11 +36,7 @@ def group_metrics(group: Group) -> tuple[MetricValue, ...]:
         ("agent/branch_episodes", len(group.trajectories) - count, 1.0),
         ("agent/turns", sum(map(_num_turns, group.trajectories)) / count, count),
         ("agent/episode_tokens", group.num_tokens / count, count),
-        (
-            "agent/sampled_tokens",
-            sum(t.num_sampled_tokens for t in group.trajectories) / count,
-            count,
-        ),
+        ("agent/sampled_tokens", sampled / count, count),
         ("agent/episode_s", sum(wall) / count, count),
         ("agent/slowest_episode_s", max(wall), 1.0),
     ]

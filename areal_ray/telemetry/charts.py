@@ -157,7 +157,8 @@ def _curve(series: Series, x_axis: Axis, y_axis: Axis, width: float) -> str:
     placed = [_place(point, x_axis, y_axis, width) for point in series.points]
     path = _path(placed)
     if len(placed) < _SMOOTH_FROM or series.is_marked or series.is_peak:
-        parts = [f'<path class="line {series.colour}" d="{path}"/>'] if len(placed) > 1 else []
+        kind = "line peak" if series.is_peak else "line"
+        parts = [f'<path class="{kind} {series.colour}" d="{path}"/>'] if len(placed) > 1 else []
     else:
         smooth = _path([_place(p, x_axis, y_axis, width) for p in _moving_average(series.points)])
         parts = [

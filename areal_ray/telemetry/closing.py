@@ -100,7 +100,7 @@ def summary_facts(summary: Summary) -> list[tuple[str, str]]:
     publish = summary.publish
     if publish.count and publish.mean_s is not None:
         idle = publish.engine_idle_s
-        still = "" if idle is None else f", engines stood still {1000 * idle:.0f} ms each"
+        still = "" if idle is None else f", engines stood still {1000 * idle:.2g} ms each"
         facts.append(("publishes", f"{publish.count}, {publish.mean_s:.2f} s each{still}"))
     if summary.replaced:
         facts.append(("replaced", "; ".join(summary.replaced)))

@@ -209,8 +209,8 @@ def _staleness(summary: Mapping[str, Any], steps: Rows) -> str:
         "By step",
         "versions",
         line_chart(
-            [Series("mean", _series(steps, "staleness/mean_versions")),
-             Series("max", _series(steps, "staleness/max_versions"), "c2", is_peak=True)],
+            [Series("max", _series(steps, "staleness/max_versions"), "c2", is_peak=True),
+             Series("mean", _series(steps, "staleness/mean_versions"))],
             from_zero=True,
             band=(float(bound), f"bound {bound}") if bound is not None else None,
         ) if _series(steps, "staleness/mean_versions") else "",

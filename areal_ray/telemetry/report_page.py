@@ -59,6 +59,7 @@ svg text{font:11px var(--sans);fill:var(--soft)}svg text.value{fill:var(--ink);f
 .cross{stroke:var(--soft);stroke-width:1;visibility:hidden}
 .line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}.faint{opacity:.28;
 stroke-width:1.2}
+.peak{stroke-width:5;opacity:.45}
 path.c1{stroke:var(--c1)}path.c2{stroke:var(--c2)}path.c3{stroke:var(--c3)}
 path.c4{stroke:var(--c4)}
 path.c5{stroke:var(--c5)}path.c6{stroke:var(--c6)}

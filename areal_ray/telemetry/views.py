@@ -51,7 +51,7 @@ class StepView:
             parts.append("skipped (nothing to train on)")
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
-        if self.loss is not None:
+        if self.loss is not None and self.reward is None:  # of a policy it tells nothing
             parts.append(f"loss {self.loss:.4g}")
         if self.staleness_mean is not None:
             parts.append(f"staleness {self.staleness_mean:.1f} of {bound_text(self)}")

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_ray.core.group_metrics import group_metrics
+from areal_ray.core.trajectory import Group, StopReason, Trajectory
 from areal_ray.telemetry.metrics import (
     Metric,
     MetricRegistry,
@@ -174,3 +176,42 @@ def test_a_mean_does_not_depend_on_where_it_was_reduced_first(pairs, cut):
     expected = sum(v * w for v, w in pairs) / sum(w for _, w in pairs)
     assert once.take()["reward/mean"] == pytest.approx(expected, abs=1e-6)
     assert twice.take()["reward/mean"] == pytest.approx(expected, abs=1e-6)
+
+
+def episode(name: str, prompt: int, reply: int, stop: StopReason) -> Trajectory:
+    sampled = np.arange(prompt + reply) >= prompt
+    return Trajectory(
+        token_ids=np.arange(prompt + reply, dtype=np.int32),
+        loss_mask=sampled,
+        behaviour_logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
+        versions=np.where(sampled, 2, -1).astype(np.int32),
+        turn_ids=np.where(sampled, 0, -1).astype(np.int16),
+        task_id="t",
+        group_id="g",
+        episode_id=name,
+        stop_reason=stop,
+        reward=1.0,
+    )
+
+
+def group_row(*episodes: Trajectory) -> dict[str, float]:
+    step = window()
+    for name, value, weight in group_metrics(Group("g", "t", episodes)):
+        step.add(name, value, weight=weight)
+    return step.take()
+
+
+def test_token_counts_hold_neither_padding_nor_each_others_tokens():
+    stop = StopReason.STOP
+    row = group_row(episode("a", 3, 2, stop), episode("b", 5, 4, stop))
+    assert row["rollout/sampled_tokens"] == 6
+    assert row["rollout/prompt_tokens"] == 8
+    assert row["agent/episodes"] == 2
+
+
+def test_truncated_aborted_and_stopped_episodes_are_counted_apart():
+    reasons = [StopReason.STOP, StopReason.LENGTH, StopReason.ABORT, StopReason.STOP]
+    row = group_row(*(episode(str(i), 2, 2, reason) for i, reason in enumerate(reasons)))
+    assert row["agent/truncated_fraction"] == 0.25
+    assert row["agent/aborted_fraction"] == 0.25
+    assert row["agent/stopped_fraction"] == 0.5
