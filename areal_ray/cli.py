@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -189,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # code beside the working directory either way.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if not has_trace:
+        sys.excepthook = _tell_defect
     try:
         app(args=[word for word in words if word != _TRACE], prog_name="areal-ray")
     except ArealRayError as error:
@@ -204,11 +206,12 @@ def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) 
         return
     from areal_ray.preflight import preflight
 
-    preflight(recipe, resume=resume, overwrite=overwrite)
+    preflight(recipe, resume=resume, overwrite=overwrite)  # tells before the heavy imports
 
     from areal_ray.launch import launch
 
-    raise typer.Exit(_follow(launch(recipe, resume=resume, overwrite=overwrite)))
+    handle = launch(recipe, resume=resume, overwrite=overwrite, is_checked=True)
+    raise typer.Exit(_follow(handle))
 
 
 def _follow(handle: "RunHandle") -> int:
@@ -230,12 +233,24 @@ def _follow(handle: "RunHandle") -> int:
                 break
             except TimeoutError:
                 continue
+            except ArealRayError as error:
+                if handle.recipe.telemetry.console == "off":
+                    raise
+                return error.exit_code  # the display has told it
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if asked:
         return 128 + asked[0]
     return 0 if summary.outcome == "finished" else 1
+
+
+def _tell_defect(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """What is not an error of the user is one of ours: say so, and how to see more."""
+    _complain(f"{kind.__name__}: {error}")
+    _complain(f"This is a defect of areal-ray. The same command with {_TRACE} shows where.")
 
 
 def _complain(text: str) -> None:

@@ -18,6 +18,7 @@ from areal_ray.assembly import ActorGraph, StartPoint, ledger_of
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, train
 from areal_ray.errors import ActorLost, ArealRayError
+from areal_ray.preflight import preflight
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe, load_recipe
 from areal_ray.records import Records, event_writer
@@ -52,6 +53,7 @@ def launch(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    is_checked: bool = False,
 ) -> "RunHandle":
     """Start a run and return at once.
 
@@ -61,12 +63,15 @@ def launch(
         resume: Go on from the last checkpoint in the run's folder.
         overwrite: Forget an earlier run in that folder.
         progress: Where to show what happens; by default as telemetry.console says.
+        is_checked: The caller has looked at what the recipe names (`preflight`) itself.
 
     Raises:
         RecipeError: The recipe, or a file it names, is wrong; nothing was started.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
+    if not is_checked:
+        preflight(recipe, resume=resume, overwrite=overwrite)
     session = Session(recipe, resume=resume, overwrite=overwrite, progress=progress)
     handle = RunHandle(session)
     handle.start()

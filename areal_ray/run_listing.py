@@ -16,7 +16,9 @@ def list_runs(folders: Sequence[Path]) -> str:
     """A line for each run: name, state, steps, reward, held-out accuracy, age."""
     if not folders:
         return ""
-    rows = [("run", "state", "step", "version", "reward", "held-out", "changed")]
+    rows: list[tuple[str, ...]] = [
+        ("run", "state", "step", "version", "reward", "held-out", "changed")
+    ]
     rows += [_row(folder) for folder in folders]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
