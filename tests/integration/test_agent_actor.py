@@ -1,0 +1,184 @@
+"""Groups of episodes over real rollout actors: records, limits, retries and deaths."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_ray.agents.episode import AgentConfig
+from areal_ray.core.summaries import GroupSummary
+from areal_ray.core.task import Task
+from areal_ray.core.trajectory import Group, Outcome, decode_group
+from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from areal_ray.runtime.rollout_config import RolloutConfig
+from tests.support.tiny_models import write_tiny_model
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def ask(text: str = "hi") -> Task:
+    return Task(f"t-{uuid.uuid4().hex[:6]}", ({"role": "user", "content": text},))
+
+
+class Stage:
+    """Two rollout replicas and the agent actors that a test puts on them."""
+
+    def __init__(self, folder: Path) -> None:
+        import ray
+
+        from areal_ray.runtime.rollout_actor import RolloutActor
+
+        self.ray = ray
+        self.model = str(write_tiny_model(folder))
+        config = RolloutConfig(engine=TorchGenerationConfig(max_context_tokens=512))
+        self.replicas = {
+            name: ray.remote(RolloutActor)
+            .options(num_cpus=0, max_restarts=-1)
+            .remote(name, self.model, config, version=3)
+            for name in ("rollout-0", "rollout-1")
+        }
+        self.agents: list[Any] = []
+
+    def agent(self, run: str, *, max_new_tokens: int = 6, **fields: Any) -> Any:
+        from areal_ray.runtime.agent_actor import AgentActor
+
+        config = AgentConfig(run=f"tests.support.agents:{run}", **{"timeout_s": 60.0, **fields})
+        actor = (
+            self.ray.remote(AgentActor)
+            .options(num_cpus=0)
+            .remote(
+                f"agent-{len(self.agents)}",
+                model_path=self.model,
+                config=config,
+                sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+                replicas=self.replicas,
+                context_tokens=512,
+                search=[ROOT],
+            )
+        )
+        self.agents.append(actor)
+        return actor
+
+    def run(self, actor: Any, task: Task, n: int = 4, seed: int = 0) -> tuple[GroupSummary, Group]:
+        method = actor.run_group.options(num_returns=2)
+        summary, payload = method.remote(task, f"g-{task.id}", n, seed)
+        return self.ray.get(summary, timeout=120), decode_group(self.ray.get(payload, timeout=120))
+
+    def counts(self, actor: Any) -> tuple[int, int]:
+        return self.ray.get(
+            actor.__ray_call__.remote(
+                lambda self: (self._rollouts.num_submits, self._rollouts.num_collects)
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def stage(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    made = Stage(tmp_path_factory.mktemp("model"))
+    yield made
+    for actor in (*made.agents, *made.replicas.values()):
+        made.ray.kill(actor, no_restart=True)
+
+
+def test_a_group_is_recorded_token_by_token_over_both_turns(stage):
+    summary, group = stage.run(stage.agent("two_turns"), ask())
+    assert summary.num_usable == len(group.trajectories) == 4
+    assert (summary.oldest_version, summary.newest_version) == (3, 3)
+    assert summary.num_turns == 8
+    assert summary.num_tokens == sum(len(t.token_ids) for t in group.trajectories)
+    for line in group.trajectories:
+        assert line.outcome in (Outcome.OK, Outcome.TRUNCATED)
+        assert set(line.turn_ids[line.loss_mask]) == {0, 1}
+        assert (line.versions[line.loss_mask] == 3).all()
+        assert (line.behaviour_logprobs[line.loss_mask] < 0).all()
+        assert summary.shared_prefix_tokens == line.num_prompt_tokens
+        assert {"model", "tool"} <= set(line.seconds)
+
+
+def test_siblings_differ_and_the_same_seed_repeats_them(stage):
+    actor, task = stage.agent("two_turns", max_new_tokens=12), ask()
+    ids = [
+        [t.token_ids.tolist() for t in stage.run(actor, task, seed=seed)[1].trajectories]
+        for seed in (1, 1, 2)
+    ]
+    assert len({tuple(line) for line in ids[0]}) == 4
+    assert ids[0] == ids[1]
+    assert not {tuple(line) for line in ids[0]} & {tuple(line) for line in ids[2]}
+
+
+def test_the_requests_of_a_group_travel_in_few_calls(stage):
+    actor = stage.agent("two_turns")
+    stage.run(actor, ask(), n=32)
+    submits, collects = stage.counts(actor)
+    assert submits <= 24  # 64 turns; one call a turn would be 64
+    assert collects <= 24
+
+
+def test_a_failed_sibling_is_replaced_and_its_reason_counted(stage):
+    summary, group = stage.run(stage.agent("fails_at_first"), ask(), n=3)
+    assert summary.num_usable == len(group.trajectories) == 3
+    assert summary.outcomes[Outcome.ENV_ERROR] == 1
+    (failure,) = summary.failures
+    assert (failure.outcome, failure.reason, failure.count) == ("env_error", "world is down", 1)
+
+
+def test_an_agent_that_always_fails_gives_an_empty_group_with_the_reason(stage):
+    summary, group = stage.run(stage.agent("always_fails", episode_retries=1), ask(), n=2)
+    assert summary.num_usable == 0
+    assert group.trajectories == ()
+    assert summary.oldest_version == -1
+    (failure,) = summary.failures
+    assert (failure.reason, failure.count) == ("RuntimeError: no way", 4)
+
+
+def test_an_agent_that_never_asks_the_model_is_at_fault(stage):
+    summary, _ = stage.run(stage.agent("silent", episode_retries=0), ask(), n=1)
+    (failure,) = summary.failures
+    assert failure.reason == "the agent ended without a model call"
+
+
+def test_an_episode_that_never_ends_is_timed_out_its_turn_aborted_and_its_slot_freed(stage):
+    actor = stage.agent("one_sleeps", timeout_s=3.0, max_new_tokens=400)
+    started = time.monotonic()
+    summary, group = stage.run(actor, ask(), n=8)
+    assert time.monotonic() - started < 60
+    assert summary.outcomes[Outcome.TIMEOUT] == 1
+    assert summary.num_usable == len(group.trajectories) == 8
+    deadline = time.monotonic() + 10
+    while True:
+        healths = stage.ray.get([r.health.remote() for r in stage.replicas.values()])
+        busy = sum(h.engine.num_running + h.engine.num_waiting for h in healths)
+        pending = stage.ray.get(actor.health.remote()).num_turns_pending
+        if busy == pending == 0:
+            break
+        assert time.monotonic() < deadline, (busy, pending)
+        time.sleep(0.1)
+
+
+def test_a_prompt_beyond_the_context_window_ends_truncated_without_a_sample(stage):
+    summary, group = stage.run(stage.agent("two_turns"), ask("word " * 600), n=2)
+    assert summary.outcomes == {Outcome.TRUNCATED: 2}
+    assert all(t.num_sampled_tokens == 0 for t in group.trajectories)
+
+
+def test_turns_of_a_killed_replica_are_sampled_again_and_recorded_once(stage):
+    actor = stage.agent("many_turns", max_new_tokens=48, timeout_s=120.0, max_turns=6)
+    tasks = [ask() for _ in range(4)]
+    method = actor.run_group.options(num_returns=2)
+    refs = [method.remote(task, f"g-{task.id}", 4, 0) for task in tasks]
+    while not stage.ray.get(actor.health.remote()).num_turns_pending:
+        time.sleep(0.02)
+    stage.ray.kill(stage.replicas["rollout-0"], no_restart=False)
+    for summary_ref, payload_ref in refs:
+        summary = stage.ray.get(summary_ref, timeout=180)
+        assert summary.num_usable == 4
+        assert not summary.failures
+        for line in decode_group(stage.ray.get(payload_ref)).trajectories:
+            assert set(line.turn_ids[line.loss_mask]) == set(range(6))
+            runs = np.flatnonzero(np.diff(line.turn_ids[line.loss_mask]) < 0)
+            assert len(runs) == 0
