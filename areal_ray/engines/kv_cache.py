@@ -65,11 +65,10 @@ class KVCache:
             planes[:, :, : self.num_rows, :, : self.num_tokens] = self._planes[..., :-1, :]
         self._planes = planes
         self.num_rows, self.num_tokens = num_rows, num_tokens
-        rows_heads, columns = num_rows * heads, num_tokens + 1
+        columns = num_tokens + 1
         self._flat = [planes[i].view(-1, width) for i in range(layers)]
-        self._keys = [planes[i, 0].view(rows_heads, columns, width) for i in range(layers)]
-        self._keys_transposed = [keys.transpose(1, 2) for keys in self._keys]
-        self._values = [planes[i, 1].view(rows_heads, columns, width) for i in range(layers)]
+        self._keys = [planes[i, 0] for i in range(layers)]
+        self._values = [planes[i, 1] for i in range(layers)]
         row = torch.arange(num_rows, device=self.device)[:, None] * (heads * columns)
         head = torch.arange(heads, device=self.device)[None, :] * columns
         plane = num_rows * heads * columns
@@ -106,15 +105,23 @@ class KVCache:
         self, layer: int, first_row: int, num_rows: int, num_tokens: int
     ) -> torch.Tensor:
         """[num_rows * kv_heads, head_dim, num_tokens], a view."""
-        heads = self.shape.num_kv_heads
-        rows = self._keys_transposed[layer][first_row * heads : (first_row + num_rows) * heads]
-        return rows[:, :, :num_tokens]
+        heads, width = self.shape.num_kv_heads, self.shape.head_dim
+        stride = (self.num_tokens + 1) * width
+        return self._keys[layer].as_strided(
+            (num_rows * heads, width, num_tokens),
+            (stride, 1, width),
+            self._keys[layer].storage_offset() + first_row * heads * stride,
+        )
 
     def values(self, layer: int, first_row: int, num_rows: int, num_tokens: int) -> torch.Tensor:
         """[num_rows * kv_heads, num_tokens, head_dim], a view."""
-        heads = self.shape.num_kv_heads
-        rows = self._values[layer][first_row * heads : (first_row + num_rows) * heads]
-        return rows[:, :num_tokens]
+        heads, width = self.shape.num_kv_heads, self.shape.head_dim
+        stride = (self.num_tokens + 1) * width
+        return self._values[layer].as_strided(
+            (num_rows * heads, num_tokens, width),
+            (stride, width, 1),
+            self._values[layer].storage_offset() + first_row * heads * stride,
+        )
 
     def keys_and_values(
         self, layer: int, first_row: int, num_rows: int, num_tokens: int

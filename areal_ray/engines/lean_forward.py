@@ -327,7 +327,7 @@ class LeanForward:
 
     def _step_mask(self, positions: Tensor, num_tokens: int) -> Tensor:
         """[m * kv_heads, 1, num_tokens] 0 up to each row's position, -inf beyond."""
-        repeated = positions.repeat_interleave(self._sizes.num_kv_heads, 0).unsqueeze(1)
+        repeated = positions.expand(-1, self._sizes.num_kv_heads).reshape(-1, 1, 1)
         return torch.where(self._columns[:num_tokens] > repeated, self._hidden, self._seen)
 
     def _block_mask(self, block: TokenBlock) -> Tensor:
@@ -342,7 +342,10 @@ class LeanForward:
         query = qkv[:, : s.num_heads].reshape(m * s.num_kv_heads, -1, s.head_dim)
         keys = cache.keys_transposed(layer, block.first_row, m, block.num_tokens)
         scores = torch.baddbmm(mask, query, keys, alpha=self._scale)
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(self._dtype)
+        if self._dtype == torch.float32:
+            weights = torch.softmax(scores, -1)
+        else:
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(self._dtype)
         values = cache.values(layer, block.first_row, m, block.num_tokens)
         return torch.bmm(weights, values).view(m, -1)
 
