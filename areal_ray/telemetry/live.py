@@ -53,6 +53,8 @@ class LiveProgress:
 
     def start(self, header: Header) -> None:
         """The run begins."""
+        for name, text in header.facts.items():
+            self._console.print(Text.assemble((f"{name:<10} ", "dim"), text))
         with self._lock:
             self._history = RunHistory(header, self._clock)
             self._changed_at = self._clock()

@@ -239,6 +239,7 @@ def test_the_summary_takes_the_place_of_the_table():
     progress.stop(SUMMARY, Path("runs/demo/report.html"))
     progress.stop(SUMMARY)
     text = console.file.getvalue()
+    assert text.startswith("model      0.13 M parameters\n")
     assert text.count("demo finished: 40 of 40 steps in 1 min 12 s") == 1
     assert "rollout-1 died; restarted" in text
     assert "runs/demo/report.html" in text
