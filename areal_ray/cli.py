@@ -232,7 +232,8 @@ def _follow(handle: "RunHandle") -> int:
                 summary = handle.wait(_POLL_S)
                 break
             except TimeoutError:
-                continue
+                for number in before:  # Ray puts its own in place when it starts
+                    signal.signal(number, stop)
             except ArealRayError as error:
                 if handle.recipe.telemetry.console == "off":
                     raise
