@@ -23,10 +23,10 @@ eval/sampled_tokens | tokens | last | Tokens sampled by the evaluation.
 eval/wall_s | s | last | From the first held-out episode to the last.
 
 staleness/mean_versions | versions | mean | Learner version - oldest behaviour version of a group.
-staleness/max_versions | versions | max | The largest of them in the step.
+staleness/max_versions | versions | max | Largest staleness of a group trained in the step.
 staleness/bound_versions | versions | last | admission.max_head_offpolicyness; absent if unlimited.
-staleness/token_mean_versions | versions | mean | The same for each trained token.
-staleness/token_max_versions | versions | max | The largest of them.
+staleness/token_mean_versions | versions | mean | Mean staleness of the trained tokens.
+staleness/token_max_versions | versions | max | Largest staleness of a trained token.
 staleness/mixed_episodes | episodes | sum | Trained episodes sampled by more than one version.
 
 learner/loss | | mean | The loss that was minimised, as its global mean.
@@ -34,19 +34,19 @@ learner/grad_norm_max | | max | Largest gradient norm before clipping, over the 
 learner/lr | | last | Learning rate of the last update.
 learner/entropy_nats | nats | mean | Entropy of the policy, mean over computed tokens.
 learner/ratio_mean | | mean | exp(policy - proximal log-prob), mean over computed tokens.
-learner/ratio_max | | max | The largest of them.
+learner/ratio_max | | max | Largest exp(policy - proximal log-prob).
 learner/policy_kl_nats | nats | mean | Estimated KL between proximal policy and policy.
 learner/clipped_fraction | fraction | mean | Tokens whose ratio lies outside the clip range.
 learner/dual_clipped_fraction | fraction | mean | Tokens held by the dual clip.
 learner/behaviour_weight_mean | | mean | exp(proximal - behaviour log-prob), before cap or mask.
-learner/behaviour_weight_max | | max | The largest of them, before cap or mask.
-learner/used_behaviour_weight_mean | | mean | The same as the loss used them, capped or masked.
+learner/behaviour_weight_max | | max | Largest behaviour weight, before cap or mask.
+learner/used_behaviour_weight_mean | | mean | Behaviour weights as the loss used them, capped.
 learner/behaviour_kl_nats | nats | mean | Estimated KL between behaviour policy and proximal policy.
 learner/rejected_fraction | fraction | mean | Tokens that rejection sampling leaves out.
 learner/trained_tokens | tokens | sum | Tokens in the loss: neither prompt nor padding.
-learner/teaching_tokens | tokens | sum | Of these, tokens of nonzero advantage.
+learner/teaching_tokens | tokens | sum | Trained tokens whose advantage is not zero.
 learner/computed_tokens | tokens | sum | Tokens of forward passes, a shared prompt once.
-learner/padded_tokens | tokens | sum | The same with padding.
+learner/padded_tokens | tokens | sum | Tokens of forward passes, padding included.
 learner/masked_stale_tokens | tokens | sum | Sampled tokens left out of the loss for being too old.
 learner/sequences | | sum | Trajectories (branches count) that entered the step.
 learner/left_out_episodes | episodes | sum | Episodes of the step that have no reward.
@@ -57,7 +57,7 @@ learner/empty_updates | updates | sum | Minibatches without an update: nothing t
 learner/non_finite_updates | updates | sum | Minibatches without an update: gradient not finite.
 learner/skipped_steps | steps | sum | 1 when the step took no update at all.
 learner/step_s | s | mean | Seconds of the train step.
-learner/proximal_s | s | mean | Of these, computing proximal log-probs.
+learner/proximal_s | s | mean | Seconds of the train step spent on proximal log-probs.
 learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over learner/step_s.
 learner/memory_bytes | bytes | max | Peak memory of a learner rank.
 learner/token_accuracy_fraction | fraction | mean | SFT: targets that are the model's first choice.
@@ -81,7 +81,7 @@ ledger/failed_groups | groups | last | Since the start: no usable result; the ta
 ledger/in_flight_groups | groups | last | Admitted and without an ending yet.
 
 rollout/sampled_tokens | tokens | sum | Tokens the policy sampled, of groups that arrived.
-rollout/prompt_tokens | tokens | sum | All their other tokens (prompts, tool results).
+rollout/prompt_tokens | tokens | sum | Prompt and tool tokens of episodes that arrived.
 rollout/tokens_per_s | tokens_per_s | mean | Tokens sampled by the fleet per second of wall time.
 rollout/running_requests | requests | last | Turns being sampled, over all replicas.
 rollout/waiting_requests | requests | last | Turns waiting for a slot, over all replicas.
@@ -91,9 +91,9 @@ rollout/restarts | restarts | sum | Replicas that were replaced.
 rollout/version_spread_versions | versions | max | Newest less oldest version served in the fleet.
 
 publish/wall_s | s | mean | From the end of the update until the version is committed.
-publish/stage_s | s | mean | Of these, moving buckets into staging memory.
-publish/verify_s | s | mean | Of these, comparing digests.
-publish/swap_s | s | mean | Of these, swapping.
+publish/stage_s | s | mean | Seconds of a publish: moving buckets into staging memory.
+publish/verify_s | s | mean | Seconds of a publish: comparing digests.
+publish/swap_s | s | mean | Seconds of a publish: swapping.
 publish/engine_idle_s | s | mean | Seconds a replica stood still, mean over replicas.
 publish/bytes | bytes | sum | Bytes of one weight set, times the publishes.
 publish/bytes_per_s | bytes_per_s | mean | Bytes of one weight set over publish/stage_s.
@@ -114,7 +114,7 @@ agent/branch_episodes | episodes | sum | Extra branches: histories that were rew
 agent/episode_tokens | tokens | mean | Tokens of an episode, everything the model saw.
 agent/sampled_tokens | tokens | mean | Tokens the policy sampled in an episode.
 agent/episode_s | s | mean | Wall time of an episode.
-agent/slowest_episode_s | s | max | The slowest of the step.
+agent/slowest_episode_s | s | max | Wall time of the slowest episode.
 agent/restarts | restarts | sum | Agent actors that were replaced.
 
 time/step_s | s | mean | From one row to the next.
@@ -132,9 +132,9 @@ time/admission_wait_s | s | sum | Task stream: waits for headroom.
 time/reward_busy_s | s | sum | Reward actors: seconds spent scoring.
 
 driver/cpu_s | s | sum | Processor seconds of the driver process.
-driver/trajectory_cpu_s | s | mean | The same over the episodes that arrived.
+driver/trajectory_cpu_s | s | mean | driver/cpu_s over the episodes that arrived.
 driver/bytes | bytes | sum | Bytes of the summaries that came through the driver.
-driver/trajectory_bytes | bytes | mean | The same over the episodes that arrived.
+driver/trajectory_bytes | bytes | mean | driver/bytes over the episodes that arrived.
 driver/memory_bytes | bytes | last | Resident memory of the driver.
 """
 

@@ -165,7 +165,8 @@ def _tiles(summary: Mapping[str, Any], steps: Rows, wall_s: float) -> str:
         tiles.append((count_text(tokens["trained"]), f"tokens trained{sampled}"))
     sequences = _total(steps, "learner/sequences")
     if sequences and wall_s:
-        label = "trajectories trained per second of the run"
+        what = "examples" if summary.get("kind") == "sft" else "trajectories"
+        label = f"{what} trained per second of the run"
         tiles.append((number(sequences / wall_s), label))
     publish = summary.get("publish") or {}
     if publish.get("engine_idle_s") is not None:
@@ -239,7 +240,7 @@ def _time(steps: Rows) -> str:
     shares = f'<figure style="margin-top:20px">{bars}</figure>' if bars else ""
     grid = f'<div class="grid2">{charts}</div>' if charts else ""
     note = "Shares of each role's wall time over the run; an episode's own time in the last row."
-    return section("Time by role", note, shares + grid)
+    return section("Time by role", note, shares + grid) if bars else section("Speed", "", grid)
 
 
 def _flow(steps: Rows) -> str:
@@ -249,7 +250,7 @@ def _flow(steps: Rows) -> str:
         Series("queued", _series(steps, "queue/depth_groups")),
         Series("being rolled out", _series(steps, "admission/running_groups"), "c3"),
     ]
-    charts = figure("Groups", "when the step began", line_chart(queue, from_zero=True))
+    charts = figure("Groups", "after the step took its own", line_chart(queue, from_zero=True))
     charts += figure(
         "Publishing weights",
         "milliseconds",

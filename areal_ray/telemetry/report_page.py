@@ -38,16 +38,16 @@ border:1px solid currentColor;vertical-align:5px;margin-left:10px;letter-spacing
 .failure{border-left:3px solid var(--bad);padding:8px 14px;margin:18px 0 0;
 background:var(--panel);
 font-family:var(--mono);font-size:13px;white-space:pre-wrap;overflow-wrap:anywhere}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:22px 0;
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(165px,1fr));gap:22px 0;
 margin:32px 0 0}
 .tile{padding:0 18px;border-left:1px solid var(--rule)}
 .tile b{display:block;font:600 25px/1.2 var(--serif);white-space:nowrap}
 .tile b i{font-style:normal;color:var(--soft);font-weight:400;padding:0 3px}
 .tile span{font-size:12.5px;color:var(--soft);display:block}
-.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));
+.grid2{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(460px,100%),1fr));
 gap:30px 44px;
 margin-top:20px}
-.grid3{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr));
+.grid3{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));
 gap:28px 36px;
 margin-top:20px}
 figure{margin:0;min-width:0}
