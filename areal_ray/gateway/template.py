@@ -5,13 +5,17 @@ Templates write their own special tokens, so nothing is ever added beside them.
 
 import functools
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_ray.errors import DataError
 
-_KEEP_RENDERED = 512
+_KEPT_TEXTS = 512
+_KEPT_CHARACTERS = 8192
+_KEPT_TOKENS = 64
+"""Siblings see and say the same short texts; longer ones are not kept."""
 _LARGEST_WINDOW_TOKENS = 8192
 _PROBE = "Q0Q"
 
@@ -46,7 +50,9 @@ class ChatTemplate:
         )
         """Ids that end a turn: the tokenizer's eos and ChatML's."""
         self._specials = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
-        self._encode_cached = functools.lru_cache(maxsize=_KEEP_RENDERED)(self._encode)
+        self._encode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._encode)
+        self._decode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._decode)
+        self._rendered: OrderedDict[Any, str] = OrderedDict()
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "ChatTemplate":
@@ -76,6 +82,22 @@ class ChatTemplate:
         Raises:
             ValueError: The template refuses the conversation.
         """
+        key = None if tools else _short_key(messages, add_generation_prompt)
+        if key is not None and key in self._rendered:
+            return self._rendered[key]
+        text = self._render(messages, tools, add_generation_prompt)
+        if key is not None:
+            self._rendered[key] = text
+            if len(self._rendered) > _KEPT_TEXTS:
+                self._rendered.popitem(last=False)
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
         from jinja2 import TemplateError
 
         shown = [_for_template(message) for message in messages]
@@ -96,7 +118,8 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, special tokens in it recognised, none added."""
-        return list(self._encode_cached(text))
+        kept = len(text) <= _KEPT_CHARACTERS
+        return list(self._encode_kept(text) if kept else self._encode(text))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(int(i) for i in self._tokenizer.encode(text, add_special_tokens=False))
@@ -115,15 +138,21 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        short = len(ids) <= _KEPT_TOKENS
+        return self._decode_kept(tuple(ids), True) if short else self._decode(ids, True)
 
     def token_text(self, token_id: int) -> str:
         """The text that one id stands for, special tokens included."""
-        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        return self._decode_kept((token_id,), False)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(
+            self._tokenizer.decode(
+                list(ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
 
     def starts_with_special(self, text: str) -> bool:
         """Whether `text` opens with an added token, across which no merge can happen."""
@@ -151,6 +180,16 @@ def model_context_tokens(folder: Path | str) -> int:
         ) from error
     allowed = int(getattr(config, "max_position_embeddings", 0) or _LARGEST_WINDOW_TOKENS)
     return min(allowed, _LARGEST_WINDOW_TOKENS)
+
+
+def _short_key(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> Any:
+    """What a rendering depends on, if that is little text without tool calls; else None."""
+    if sum(len(m["content"]) for m in messages) > _KEPT_CHARACTERS:
+        return None
+    if any("tool_calls" in m for m in messages):
+        return None
+    told = tuple((m["role"], m["content"], m.get("name"), m.get("tool_call_id")) for m in messages)
+    return told, add_generation_prompt
 
 
 def _turn_enders(tokenizer: Any) -> list[int | None]:
