@@ -73,11 +73,19 @@ class PrefixStore:
 
     def longest(self, prefix_key: str, prompt_ids: NDArray[np.int32]) -> tuple[int, int]:
         """Row and number of tokens of the kept sequence that shares most with a prompt."""
+        rows = self._rows_by_key.get(prefix_key, ())
         best_row, best = -1, 0
-        for row in self._rows_by_key.get(prefix_key, ()):
-            shared = num_shared(self._kept[row][1], prompt_ids)
-            if shared > best:
-                best_row, best = row, shared
+        # An episode's next turn extends one sequence as a whole: found without reading the others.
+        for row in rows:
+            kept = self._kept[row][1]
+            is_longer = best < len(kept) <= len(prompt_ids)
+            if is_longer and np.array_equal(kept, prompt_ids[: len(kept)]):
+                best_row, best = row, len(kept)
+        if best_row < 0:
+            for row in rows:
+                shared = num_shared(self._kept[row][1], prompt_ids)
+                if shared > best:
+                    best_row, best = row, shared
         if best_row >= 0:
             self._kept.move_to_end(best_row)
         return best_row, best

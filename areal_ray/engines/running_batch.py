@@ -128,7 +128,8 @@ class RunningBatch:
                 prompt = request.prompt_ids[:-1]
                 row, shared = self._kept.longest(key, prompt)
                 best = max(best, (row, shared, True), key=_num_tokens)
-                for row in running.get(key, ()):
+                is_next_turn = shared * 2 > len(prompt)  # of an ended one; no need to look further
+                for row in () if is_next_turn else running.get(key, ()):
                     shared = num_shared(self._rows.tokens[row, : lengths[row] - 1], prompt)
                     best = max(best, (row, shared, False), key=_num_tokens)
             found.append(best if best[0] >= 0 else (-1, 0, False))

@@ -26,22 +26,22 @@ _BITS = np.uint64(64 - 23)
 def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
     """[n] numbers in [0, 1), a pure function of a request's stream and the token's position.
 
-    A counter hash: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    A counter hash: splitmix64 (Steele, Lea and Flood, OOPSLA 2014) at step `position`.
     """
-    bits = _mix(streams + positions.astype(np.uint64)) >> _BITS
+    mixed = streams + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN  # wraps, as it should
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+    bits = (mixed ^ (mixed >> np.uint64(31))) >> _BITS
     return bits.astype(np.float32) * np.float32(2.0**-23)
 
 
-def stream(seed: int) -> np.uint64:
-    """Where a seed's numbers begin; neighbouring seeds begin far apart."""
-    return np.uint64(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))[0])
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    mixed = (values + np.uint64(1)) * _GOLDEN  # unsigned arithmetic wraps, as it should
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
-    return mixed ^ (mixed >> np.uint64(31))
+def stream(seed: int) -> int:
+    """Where a seed's numbers begin, in 0..2^64-1; neighbouring seeds begin far apart."""
+    mask = 2**64 - 1
+    mixed = ((seed + 1) * int(_GOLDEN)) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * int(_MIX_1)) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * int(_MIX_2)) & mask
+    return mixed ^ (mixed >> 31)
 
 
 @dataclass(frozen=True, slots=True)
