@@ -1,14 +1,14 @@
 """A publish between real actors: what arrives, what is committed, what late joiners get."""
 
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
 import torch
 
 from areal_ray.errors import PublishError
-from areal_ray.runtime.param_sync_actor import ParamSyncActor
+from areal_ray.runtime.param_sync_actor import Committed, ParamSyncActor
 from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import TINY, LearnerStandIn, ReplicaStandIn, tensors
 from tests.support.weight_crew import WeightCrew, assert_live
@@ -21,6 +21,24 @@ def crew(ray_session: None) -> Iterator[WeightCrew]:
     # 64-byte buckets: `embed` and `head` are far larger than one, `bias` far smaller.
     with WeightCrew(2, bucket_bytes=64) as crew:
         yield crew
+
+
+@pytest.fixture(scope="module")
+def second_learner(crew: WeightCrew) -> Any:
+    return crew.spawn(LearnerStandIn, TINY)
+
+
+@pytest.fixture(scope="module")
+def spare(crew: WeightCrew) -> Any:
+    """A replica that is no member of any publish."""
+    return crew.spawn(ReplicaStandIn, TINY)
+
+
+def _load(replica: Any, committed: Committed) -> None:
+    """What a late or pinned replica does with a committed version."""
+    load = replica.weights_load.remote(committed.plan, committed.version, committed.snapshot)
+    assert len(ray.get(load, timeout=30)) == committed.plan.num_buckets
+    ray.get(replica.weights_swap.remote(committed.version), timeout=30)
 
 
 def _next(crew: WeightCrew) -> int:
@@ -80,16 +98,15 @@ def test_a_late_joiner_gets_the_committed_weights_although_the_learner_trained_o
     crew.enlist()
 
 
-def test_a_pinned_replica_keeps_its_version_while_the_others_go_on(crew: WeightCrew) -> None:
+def test_a_pinned_replica_keeps_its_version_while_the_others_go_on(
+    crew: WeightCrew, spare: Any
+) -> None:
     version = _next(crew)
     crew.publish(version)
-    pinned = crew.spawn(ReplicaStandIn, TINY)
     held = ray.get(crew.sync.committed.remote())
     crew.publish(version + 1)
-    digests = ray.get(pinned.weights_load.remote(held.plan, version, held.snapshot), timeout=30)
-    assert len(digests) == held.plan.num_buckets
-    ray.get(pinned.weights_swap.remote(version))
-    assert_live(pinned, version, tensors(TINY, version))
+    _load(spare, held)
+    assert_live(spare, version, tensors(TINY, version))
     crew.assert_holds("rollout-0", version + 1)
 
 
@@ -115,7 +132,7 @@ def test_a_replica_whose_bytes_differ_discards_them_and_is_back_in_the_next_publ
     assert "digests differ" in report.quarantined["rollout-0"]
     assert ray.get(crew.replicas["rollout-0"].live.remote())[0] == version - 1
     assert ray.get(crew.replicas["rollout-0"].staged_version.remote()) == -1
-    back = crew.publish_until_back("rollout-0", version + 1)
+    back = crew.publish_until_all_are_back()
     crew.assert_holds("rollout-0", back)
 
 
@@ -153,11 +170,12 @@ def test_a_publish_of_a_tiny_model_takes_milliseconds_once_the_group_stands(
     ],
     ids=lambda weights: "-".join(weights.values()),
 )
-def test_each_way_of_sending_brings_the_same_weights(crew: WeightCrew, weights: dict) -> None:
+def test_each_way_of_sending_brings_the_same_weights(
+    crew: WeightCrew, second_learner: Any, spare: Any, weights: dict[str, str]
+) -> None:
     sync = crew.spawn(ParamSyncActor, WeightsConfig(timeout_s=20.0, bucket_bytes=512, **weights))
-    learner = crew.spawn(LearnerStandIn, TINY)
-    ray.get(sync.set_members.remote(learner, crew.replicas))
-    ray.get(learner.train.remote(3))
+    ray.get(sync.set_members.remote(second_learner, crew.replicas), timeout=30)
+    ray.get(second_learner.train.remote(3))
     report = ray.get(sync.publish.remote(1), timeout=60)
     assert report.replicas == ("rollout-0", "rollout-1")
     expected = tensors(TINY, 3)
@@ -165,32 +183,40 @@ def test_each_way_of_sending_brings_the_same_weights(crew: WeightCrew, weights: 
         expected = {name: t.to(torch.bfloat16).float() for name, t in expected.items()}
         assert any((expected[name] != t).any() for name, t in tensors(TINY, 3).items())
     assert_live(crew.replicas["rollout-1"], 1, expected)
-    late = crew.spawn(ReplicaStandIn, TINY, sync)
-    assert_live(late, 1, expected)
+    _load(spare, ray.get(sync.committed.remote(), timeout=30))
+    assert_live(spare, 1, expected)
 
 
-def test_bfloat16_weights_travel_as_they_are(crew: WeightCrew) -> None:
+def test_bfloat16_weights_travel_as_they_are(
+    crew: WeightCrew, second_learner: Any, spare: Any
+) -> None:
     sync = crew.spawn(ParamSyncActor, WeightsConfig(timeout_s=20.0))
-    learner = crew.spawn(LearnerStandIn, TINY, "bfloat16")
-    replica = crew.spawn(ReplicaStandIn, TINY, None, "bfloat16")
-    ray.get(sync.set_members.remote(learner, {"rollout-0": replica}))
-    ray.get(learner.train.remote(2))
+    ray.get(second_learner.begin.remote("bfloat16"))
+    ray.get(sync.set_members.remote(second_learner, {"spare": spare}), timeout=30)
+    ray.get(second_learner.train.remote(2))
     report = ray.get(sync.publish.remote(1), timeout=60)
     elements = sum(tensor.numel() for tensor in tensors(TINY, 2).values())
     assert 2 * elements <= report.bytes < 2 * elements + 16 * len(TINY)
-    assert_live(replica, 1, tensors(TINY, 2, "bfloat16"))
+    assert_live(spare, 1, {name: t.float() for name, t in tensors(TINY, 2, "bfloat16").items()})
+    ray.get(second_learner.begin.remote("float32"))
 
 
-def test_before_the_first_publish_a_late_joiner_starts_with_the_model_on_disk() -> None:
-    with WeightCrew(1) as crew:
-        committed = ray.get(crew.sync.committed.remote(), timeout=60)
-        assert (committed.version, committed.plan, committed.snapshot) == (0, None, ())
-        assert_live(crew.replicas["rollout-0"], 0, tensors(TINY, 0))
+def test_before_the_first_publish_there_is_nothing_to_catch_up_with(crew: WeightCrew) -> None:
+    sync = crew.spawn(ParamSyncActor, WeightsConfig(), 7)
+    committed = ray.get(sync.committed.remote(), timeout=60)
+    assert (committed.version, committed.plan, committed.snapshot) == (7, None, ())
 
 
-def test_a_snapshot_outlives_the_learner_where_one_is_always_taken() -> None:
-    with WeightCrew(1, snapshot="always") as crew:
-        crew.publish(1)
-        ray.kill(crew.learner)
-        time.sleep(0.5)
-        assert_live(crew.replica(), 1, tensors(TINY, 1))
+def test_a_snapshot_outlives_the_learner_where_one_is_always_taken(
+    crew: WeightCrew, spare: Any
+) -> None:
+    sync = crew.spawn(ParamSyncActor, WeightsConfig(timeout_s=20.0, snapshot="always"))
+    learner = crew.spawn(LearnerStandIn, TINY)
+    ray.get(sync.set_members.remote(learner, {}), timeout=30)
+    ray.get(learner.train.remote(4), timeout=60)
+    ray.get(sync.publish.remote(1), timeout=60)
+    ray.kill(learner)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(learner.pid.remote(), timeout=30)
+    _load(spare, ray.get(sync.committed.remote(), timeout=30))
+    assert_live(spare, 1, tensors(TINY, 4))

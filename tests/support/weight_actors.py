@@ -53,6 +53,11 @@ class LearnerStandIn:
         for name, tensor in tensors(self._shapes, seed, self._dtype).items():
             self._live[name].copy_(tensor)
 
+    async def begin(self, dtype: str) -> None:
+        """Start over with weights of another dtype."""
+        self._dtype = dtype
+        self._live = tensors(self._shapes, 0, dtype)
+
     async def replace(self, name: str, tensor: torch.Tensor) -> None:
         """One weight becomes another tensor, whatever its strides."""
         self._live[name] = tensor

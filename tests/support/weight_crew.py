@@ -8,10 +8,16 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import ActorUnavailableError
 
+from areal_ray.runtime.membership import NoReplicaLeft
 from areal_ray.runtime.param_sync_actor import ParamSyncActor, PublishReport
 from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import TINY, LearnerStandIn, ReplicaStandIn, Shapes, tensors
+
+
+PATIENCE_S = 60.0
+"""For an actor to start or restart on a machine with more to do."""
 
 
 class WeightCrew:
@@ -72,7 +78,7 @@ class WeightCrew:
 
     def pid(self, actor: Any) -> int:
         """Of a crew member's process."""
-        return ray.get(actor.pid.remote(), timeout=30)
+        return answer(actor.pid)
 
     def stop(self, actor: Any) -> None:
         """Halt a member's process, as a machine that swaps or a debugger would."""
@@ -80,20 +86,33 @@ class WeightCrew:
         self._stopped_pids.append(pid)
         os.kill(pid, signal.SIGSTOP)
 
-    def publish_until_back(self, name: str, version: int, deadline_s: float = 40.0) -> int:
-        """Publish from `version` on until the replica takes part again; the last version."""
-        end = time.monotonic() + deadline_s
+    def publish_until_all_are_back(self) -> int:
+        """Publish until every replica takes part again; the version they then have."""
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
-            if name in self.publish(version).replicas:
-                return version
-            version += 1
+            version = self.version() + 1
+            with suppress(NoReplicaLeft):
+                if self.publish(version).replicas == tuple(self.replicas):
+                    return version
             time.sleep(0.3)
-        raise AssertionError(f"{name} was not back after {deadline_s:g} s")
+        raise AssertionError(f"no publish reached all of {list(self.replicas)}")
+
+
+def answer(method: Any) -> Any:
+    """What an actor answers, once it does: a restarting one refuses for some seconds."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return ray.get(method.remote(), timeout=PATIENCE_S)
+        except ActorUnavailableError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
 
 
 def assert_live(replica: Any, version: int, expected: dict[str, torch.Tensor]) -> None:
     """A replica is at the version, with these weights bit for bit."""
-    held, live = ray.get(replica.live.remote(), timeout=40)
+    held, live = answer(replica.live)
     assert held == version
     assert live.keys() == expected.keys()
     wrong = [name for name in expected if not torch.equal(live[name], expected[name])]
