@@ -18,6 +18,7 @@ before it samples. Nothing else has to be told. A loop that raises ends the run 
 
 import asyncio
 import time
+from typing import Any
 
 from areal_ray.core.ledger import Lease
 from areal_ray.core.queue import Ticket
@@ -71,7 +72,7 @@ async def collect(run: Run, lease: Lease) -> None:
         await fail(run, lease, verdict.reason)
     elif verdict.is_drop:
         run.ledger.drop(lease.group_id, verdict.reason)
-        run.records.filtered()
+        run.records.dropped(verdict.reason)
         await run.queue.forget(lease.group_id)
         await run.gate.fail()
         run.guard.refilled(verdict.reason)
@@ -122,7 +123,7 @@ async def learn(run: Run) -> None:
             await run.checkpoints.save_if_due(run)
 
 
-async def take(run: Run) -> list[Ticket] | None:
+async def take(run: Run) -> list[Ticket[Any]] | None:
     """The groups of one step, or None when stop was asked for. Groups too old for it are dropped
     and their admissions handed back, so that others take their place."""
     deadline = time.monotonic() + run.deadlines.groups_s
@@ -160,7 +161,7 @@ async def watch(run: Run) -> None:
     while True:
         look = await run.supervisor.look()
         for event in look.events:
-            run.records.actor_event(event)
+            run.records.event(event, of_actor=True)
         run.records.fleet(look.reading)
         run.records.status(run.counts())
         await asyncio.sleep(run.watch_every_s)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_ray.assembly import ActorGraph, StartPoint, ledger_of
+from areal_ray.actors import ActorGraph, StartPoint
+from areal_ray.assembly import ledger_of, start_eval, start_rl, start_sft
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, train
 from areal_ray.errors import ActorLost, ArealRayError
@@ -187,6 +188,7 @@ class Session:
         outcome: RunOutcome = "failed"
         try:
             if self._connection is None:
+                self._progress.on_event("starting Ray ...")
                 self._connection = connect(recipe.cluster, recipe.scheduler, recipe.deadlines)
             make_model(recipe, self._train_first)
             asyncio.run(self._run_loops(self._connection))
@@ -217,6 +219,7 @@ class Session:
         if self._stop_asked:
             return
         begin = begin_at(recipe, resume=self._resume, tell=self._progress.on_event)
+        self._progress.on_event("starting actors ...")
         graph = ActorGraph(recipe, connection, begin)
         try:
             kinds = {"rl": self._rl, "sft": self._sft, "eval": self._eval}
@@ -227,9 +230,10 @@ class Session:
     async def _rl(self, graph: ActorGraph, begin: StartPoint) -> None:
         ledger, journal = ledger_of(self.recipe)
         records = self._open_records(begin, ledger)
-        run: Run = await graph.start_rl(records, self._waits, ledger)
+        run: Run = await start_rl(graph, records, self._waits, ledger)
         run.stopping, self._state = self._stopping_event(), run
         self._begin(run.steps, begin)
+        records.begin()
         try:
             await train(run)
             await self._save_model(run)
@@ -238,15 +242,16 @@ class Session:
 
     async def _sft(self, graph: ActorGraph, begin: StartPoint) -> None:
         records = self._open_records(begin, None)
-        run: SftRun = await graph.start_sft(records, self._waits)
+        run: SftRun = await start_sft(graph, records, self._waits)
         run.stopping, self._state = self._stopping_event(), run
         self._begin(run.steps, begin)
+        records.begin()
         await fit(run)
         await self._save_model(run)
 
     async def _eval(self, graph: ActorGraph, begin: StartPoint) -> None:
         records = self._open_records(begin, None)
-        service = await graph.start_eval()
+        service = await start_eval(graph)
         self._begin(0, begin)
         scoring = asyncio.ensure_future(service.score(Pinned(begin.step, Committed(begin.version))))
         stopping = asyncio.ensure_future(self._stopping_event().wait())
@@ -295,7 +300,7 @@ class Session:
         )
         self._progress.start(header)
 
-    async def _save_model(self, run: LearnerRun) -> None:
+    async def _save_model(self, run: Run | SftRun) -> None:
         """The final weights as a Hugging Face checkpoint, written beside and then renamed."""
         if self._stop_asked:
             await run.checkpoints.save(run)

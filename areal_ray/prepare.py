@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_ray.assembly import StartPoint
+from areal_ray.actors import StartPoint
 from areal_ray.checkpoint import Checkpoints
 from areal_ray.core.imports import resolve
 from areal_ray.errors import ArealRayError, DataError, RecipeError

@@ -11,6 +11,7 @@ from typing import Any
 from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.queue import Ticket
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
+from areal_ray.core.verdict import TOO_STALE
 from areal_ray.core.versions import UNLIMITED, AdmissionConfig
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation, SftPhase
@@ -64,6 +65,11 @@ class Records:
 
     # What the loops report
 
+    def begin(self) -> None:
+        """The loops begin: what came before belongs to no step."""
+        self._row_at, self._cpu_s = time.monotonic(), time.process_time()
+        self._waits.take_seconds()
+
     def collected(self, made: GroupSummary, scored: ScoreSummary) -> None:
         """A group was rolled out and scored, whatever becomes of it."""
         for name, value, weight in scored.metrics:
@@ -82,23 +88,17 @@ class Records:
         self._window.add("admission/retried_groups", 1)
         self._write_event(f"group {lease.group_id} failed: {reason}")
 
-    def filtered(self) -> None:
-        """A group was dropped since it teaches nothing."""
-        self._window.add("admission/filtered_groups", 1)
+    def dropped(self, reason: str) -> None:
+        """A scored group is not trained on."""
+        stale = reason == TOO_STALE
+        self._window.add("queue/dropped_groups" if stale else "admission/filtered_groups", 1)
 
-    def dropped(self, ticket: Ticket[Any]) -> None:
-        """A group was too old when the learner came to it."""
-        self._window.add("queue/dropped_groups", 1)
-
-    def event(self, text: str) -> None:
-        """Something a user should read."""
+    def event(self, text: str, *, of_actor: bool = False) -> None:
+        """Something a user should read, such as an actor that died or came back."""
+        if of_actor:
+            self.replaced.append(text)
         self._write_event(text)
         self._progress.on_event(text)
-
-    def actor_event(self, text: str) -> None:
-        """An actor died or came back."""
-        self.replaced.append(text)
-        self.event(text)
 
     def status(self, counts: Mapping[str, int]) -> None:
         """What goes on now: for the display, and for `areal-ray status` beside the run."""

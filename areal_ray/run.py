@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from areal_ray.agents.task_stream import TaskStream
 from areal_ray.core.gate import AdmissionGate
-from areal_ray.core.journal import SegmentKeeper
+from areal_ray.core.journal import JournalPlace, SegmentKeeper
 from areal_ray.core.ledger import Lease, Ledger
-from areal_ray.core.queue import JournalPlace, Ticket, TrajectoryQueue
+from areal_ray.core.queue import Ticket, TrajectoryQueue
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.verdict import FailureGuard
 from areal_ray.core.versions import AdmissionConfig
@@ -51,6 +51,10 @@ class LearnerRun:
     """Committed version."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     watch_every_s: float = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from, as JSON values."""
+        return {"step": self.step, "version": self.version}
 
     async def bounded(self, work: Awaitable[T], what: str) -> T:
         """Await a learner's work; DeadlineExceeded names `what` where it takes too long."""
@@ -95,7 +99,7 @@ class SftRun(LearnerRun):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
-        return {"step": self.step, "version": self.version, "phase_ends": self.phase_ends}
+        return {**super().state_dict(), "phase_ends": self.phase_ends}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`, into a run that has not begun."""
@@ -176,7 +180,7 @@ class Run(LearnerRun):
     def drop(self, ticket: Ticket[Any], reason: str) -> None:
         """End a committed group that is not trained on."""
         self.ledger.drop(ticket.group_id, reason)
-        self.records.dropped(ticket)
+        self.records.dropped(reason)
         self._let_go(ticket.place)
 
     def _let_go(self, place: JournalPlace | None) -> None:

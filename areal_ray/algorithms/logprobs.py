@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+_CHUNK_BYTES = {"cpu": 192 << 20, "cuda": 512 << 20}
 """Float32 logits above this are made in chunks, and again in the backward pass instead of kept."""
 
 
@@ -83,6 +83,6 @@ def _from_logits(
     logprobs = table.gather(-1, targets[:, None])[:, 0]
     with torch.no_grad():
         # Impossible tokens (log-prob -inf) carry no entropy; -inf * 0 would be NaN.
-        entropy = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
+        entropy = -table.exp().mul_(table.clamp_min(-1e4)).sum(-1)
         is_argmax = logprobs >= table.amax(-1)
     return logprobs, entropy, is_argmax

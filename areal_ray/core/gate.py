@@ -80,5 +80,5 @@ class AdmissionGate:
         async with self._changed:
             self._running += running
             self._admitted += admitted
-            assert self._running >= 0 and self._admitted >= 0, "a group was handed back twice"
+            assert min(self._running, self._admitted) >= 0, "a group was handed back twice"
             self._changed.notify_all()

@@ -194,20 +194,16 @@ def decode_group(buffer: bytes | memoryview) -> Group:
         raise ValueError(f"encoded group has {len(body)} bytes, its header says {body_length}")
     head = json.loads(bytes(body[:head_length]))
     lengths = [row.pop("length") for row in head["rows"]]
-    columns, offset = {}, head_length
+    columns: dict[str, Any] = {}
+    offset = head_length
     for name, dtype in _COLUMNS:
         column = np.frombuffer(body, dtype=dtype, count=sum(lengths), offset=offset)
         columns[name] = np.split(column, np.cumsum(lengths)[:-1]) if lengths else []
         offset += column.nbytes + (-(offset - head_length + column.nbytes) % 8)
-    trajectories = tuple(
-        Trajectory(
-            **{name: columns[name][i] for name, _ in _COLUMNS},
-            **{
-                **row,
-                "outcome": Outcome(row["outcome"]),
-                "stop_reason": StopReason(row["stop_reason"]),
-            },
-        )
-        for i, row in enumerate(head["rows"])
-    )
-    return Group(head["group_id"], head["task_id"], trajectories)
+    trajectories = []
+    for i, row in enumerate(head["rows"]):
+        facts = {**row, **{name: columns[name][i] for name, _ in _COLUMNS}}
+        facts["outcome"] = Outcome(facts["outcome"])
+        facts["stop_reason"] = StopReason(facts["stop_reason"])
+        trajectories.append(Trajectory(**facts))
+    return Group(head["group_id"], head["task_id"], tuple(trajectories))

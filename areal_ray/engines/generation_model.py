@@ -64,6 +64,11 @@ def load_generation_model(path: str | Path, config: TorchGenerationConfig) -> Ge
     """
     folder = model_folder(path)
     model_config = load_config(folder)
+    if not hasattr(model_config, "vocab_size"):
+        raise EngineError(
+            f"model.path: {folder} holds a {model_config.model_type} model, which is not a plain "
+            "decoder; it must be a text-only causal language model. Use another model."
+        )
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, model_config)
     return GenerationModel(

@@ -25,8 +25,9 @@ class SamplingConfig(Config):
     temperature: float = Field(1.0, ge=0.0)
     """0 = greedy. Behaviour log-probs are at this temperature (at 1 where it is 0)."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Sample among the likeliest tokens that reach this probability. 1 = off."""
     top_k: int = Field(0, ge=0)
-    """0 = off."""
+    """Sample among so many likeliest tokens. 0 = off."""
     max_new_tokens: int = Field(256, ge=1)
     """Tokens one turn may sample at most."""
     stop_token_ids: tuple[int, ...] = ()

@@ -221,7 +221,6 @@ class TorchGenerationEngine:
 
     def _step(self) -> None:
         """One engine step; at most one call of `on_results`."""
-        begin = time.perf_counter()
         with self._changed:
             self._finished += self._unserved
             self._unserved = []
@@ -232,6 +231,7 @@ class TorchGenerationEngine:
             is_draining = self._swap is not None
         if swap is not None and not is_draining:
             self._apply(swap)
+        begin = time.perf_counter()
         if not is_paused and not is_draining:
             self._admit()
         if not is_paused or is_draining:

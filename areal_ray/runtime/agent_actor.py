@@ -36,6 +36,7 @@ from areal_ray.core.trajectory import (
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
+from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.rollout_client import RolloutClient
 from areal_ray.telemetry.episodes import EpisodeLog, episode_lines
 
@@ -88,7 +89,7 @@ class AgentActor:
             model_path: Checkpoint whose tokenizer and chat template render the prompts.
             config: Agent and limits.
             sampling: How every turn is sampled.
-            replicas: Handles of rollout actors, by name.
+            replicas: Rollout actors by name: handles, or the names they were spawned under.
             context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the
                 model allows, as the engines read it.
             deadline_s: Longest wait for one turn.
@@ -112,7 +113,8 @@ class AgentActor:
         # A restarted actor must not collect what its predecessor asked for.
         self._incarnation = uuid4().hex[:12]
         client_id = f"{name}-{self._incarnation}"
-        self._rollouts = RolloutClient(replicas, client_id, deadline_s=deadline_s)
+        reached = {short: reach(replica) for short, replica in replicas.items()}
+        self._rollouts = RolloutClient(reached, client_id, deadline_s=deadline_s)
         self._num_episodes = 0
         self._told: set[str] = set()
 
@@ -147,6 +149,18 @@ class AgentActor:
         summary = _summary(task.id, group_id, attempts, usable)
         self._tell_splits(summary)
         return replace(summary, payload_bytes=len(payload)), payload
+
+    async def run_groups(
+        self, tasks: Sequence[Task], group_ids: Sequence[str], n_samples: int, seeds: Sequence[int]
+    ) -> tuple[list[GroupSummary], list[bytes]]:
+        """`run_group` for many tasks in one call: what an evaluation needs."""
+        made = await asyncio.gather(
+            *(
+                self.run_group(task, group_id, n_samples, seed)
+                for task, group_id, seed in zip(tasks, group_ids, seeds, strict=True)
+            )
+        )
+        return [summary for summary, _ in made], [payload for _, payload in made]
 
     async def health(self) -> AgentHealth:
         """What it is doing now."""

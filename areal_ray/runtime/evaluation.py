@@ -117,10 +117,11 @@ class EvaluationService:
         """
         started = time.monotonic()
         await self._serve(pinned.committed)
-        gate = asyncio.Semaphore(self._config.max_concurrent_tasks)
-        scores = await asyncio.gather(
-            *(self._attempt(task, pinned.committed.version, gate) for task in self._tasks)
-        )
+        size = self._config.max_concurrent_tasks
+        batches = [self._tasks[i : i + size] for i in range(0, len(self._tasks), size)]
+        scores: list[tuple[GroupSummary, ScoreSummary]] = []
+        for batch in batches:
+            scores += await self._attempt(batch, pinned.committed.version)
         rewards = [reward for score in scores for reward in score[1].rewards]
         known = [reward for reward in rewards if reward is not None]
         asked = len(self._tasks) * self._config.n_samples
@@ -150,27 +151,27 @@ class EvaluationService:
         self._served = committed.version
 
     async def _attempt(
-        self, task: Task, version: int, gate: asyncio.Semaphore
-    ) -> tuple[GroupSummary, ScoreSummary]:
-        async with gate:
-            for attempt in range(_TRIES):
-                try:
-                    return await self._run(task, version, attempt)
-                except ActorLost:
-                    if attempt + 1 == _TRIES:
-                        raise
+        self, tasks: Sequence[Task], version: int
+    ) -> list[tuple[GroupSummary, ScoreSummary]]:
+        for attempt in range(_TRIES):
+            try:
+                return await self._run(tasks, version, attempt)
+            except ActorLost:
+                if attempt + 1 == _TRIES:
+                    raise
         raise AssertionError("unreachable")
 
     async def _run(
-        self, task: Task, version: int, attempt: int
-    ) -> tuple[GroupSummary, ScoreSummary]:
+        self, tasks: Sequence[Task], version: int, attempt: int
+    ) -> list[tuple[GroupSummary, ScoreSummary]]:
         # The same seed for each version: the curve shows the weights, not the dice.
-        seed = derive_seed(self._seed, "evaluation", task.id)
-        group_id = f"eval/{version}/{task.id}/{attempt}"
-        made, payload = await self._agents.submit_payload(
-            self._agents.least_busy(), "run_group", task, group_id, self._config.n_samples, seed
+        seeds = [derive_seed(self._seed, "evaluation", task.id) for task in tasks]
+        group_ids = [f"eval/{version}/{task.id}/{attempt}" for task in tasks]
+        samples = self._config.n_samples
+        made, payloads = await self._agents.submit_payload(
+            self._agents.least_busy(), "run_groups", tasks, group_ids, samples, seeds
         )
-        scored, _ = await self._rewards.submit_payload(
-            self._rewards.least_busy(), "score_group", payload, task, False
+        scored = await self._rewards.submit(
+            self._rewards.least_busy(), "score_groups", payloads, tasks
         )
-        return made, scored
+        return list(zip(made, scored, strict=True))

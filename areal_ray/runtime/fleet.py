@@ -65,6 +65,15 @@ def spawn(
     return ray.remote(cls).options(**options).remote(**arguments)
 
 
+def reach(actor: ActorHandle | str) -> ActorHandle:
+    """An actor's handle, given itself or the name it was spawned under.
+
+    Constructors of restartable actors are given names: a handle among the arguments would keep them
+    in the object store, and a restart would fail once it lets go of them.
+    """
+    return ray.get_actor(actor) if isinstance(actor, str) else actor
+
+
 async def call(name: str, result: Awaitable[Any]) -> Any:
     """Await an actor's answer.
 

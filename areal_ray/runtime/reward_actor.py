@@ -104,6 +104,18 @@ class RewardActor:
             summary, place=place, payload_bytes=len(scored_payload), seconds=seconds
         ), scored_payload
 
+    async def score_groups(
+        self, payloads: Sequence[bytes], tasks: Sequence[Task]
+    ) -> list[ScoreSummary]:
+        """`score_group` for many groups in one call, the summaries alone; nothing is journaled."""
+        scored = await asyncio.gather(
+            *(
+                self.score_group(payload, task, journaled=False)
+                for payload, task in zip(payloads, tasks, strict=True)
+            )
+        )
+        return [summary for summary, _ in scored]
+
     async def health(self) -> RewardHealth:
         """What it has done."""
         return RewardHealth(

@@ -25,6 +25,7 @@ from areal_ray.engines.protocols import (
     GenerationRequest,
     GenerationResult,
 )
+from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.weight_receiver import WeightReceiver
@@ -71,7 +72,7 @@ class RolloutActor:
         config: RolloutConfig,
         *,
         version: int,
-        sync: Any = None,
+        sync: str = "",
         pinned: bool = False,
     ) -> None:
         """Load the engine.
@@ -81,7 +82,7 @@ class RolloutActor:
             model_path: Hugging Face checkpoint folder of `version`.
             config: Engine, sampling and update policy.
             version: Version of the weights at `model_path`.
-            sync: Handle of the ParamSyncActor; null for an engine that serves alone.
+            sync: Name of the ParamSyncActor; empty for an engine that serves alone.
             pinned: Serve `version` until told otherwise: no catching up by itself.
         """
         self._name = name
@@ -94,8 +95,8 @@ class RolloutActor:
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread, so that the steps of one publish can never overtake each other.
         self._transfers = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        if sync is not None and not pinned:
-            self._catch_up(sync)
+        if sync and not pinned:
+            self._catch_up(reach(sync))
         self._engine.start(self._on_results)
 
     def _catch_up(self, sync: Any) -> None:

@@ -50,7 +50,7 @@ class EvaluationConfig(Config):
     """Episodes a task. Above 1, accuracy is their mean and pass@n is reported too."""
     sampling: SamplingConfig | None = None
     """null = greedy, with the limits of rollout.sampling."""
-    max_concurrent_tasks: int = Field(32, ge=1)
+    max_concurrent_tasks: int = Field(128, ge=1)
     """Tasks attempted at once."""
 
     @model_validator(mode="after")

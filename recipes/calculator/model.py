@@ -65,7 +65,7 @@ def make_tokenizer() -> Any:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )

@@ -71,7 +71,7 @@ def test_an_unscored_group_can_not_be_trained_and_a_committed_one_can_not_fail()
         ledger.train([entry.group_id], 1)
     ledger.lease(entry.group_id)
     ledger.commit(entry.group_id, {})
-    with pytest.raises(ValueError, match="ends only once|can end only once"):
+    with pytest.raises(ValueError, match="can end only once"):
         ledger.fail(entry.group_id, "late")
 
 
@@ -169,12 +169,10 @@ def test_a_group_without_a_sampled_token_fails():
 
 def test_failing_as_a_rule_stops_the_run_with_the_commonest_reason():
     guard = FailureGuard(CONFIG)
-    with pytest.raises(TooManyFailures, match="most of it|Most frequent, 5 times: boom"):
-        for number in range(20):
-            if number % 3 == 0:
-                guard.succeeded()
-            else:
-                guard.failed("boom")
+    for number in range(7):
+        guard.succeeded() if number % 3 == 0 else guard.failed("boom")
+    with pytest.raises(TooManyFailures, match="Most frequent, 5 times: boom"):
+        guard.failed("boom")
 
 
 def test_now_and_then_a_failure_does_not_stop_the_run():

@@ -1,0 +1,208 @@
+"""ActorGraph: the actors of one run, spawned from a recipe and ended in reverse.
+
+The one place where a recipe meets the actors; each gets its own section and nothing else.
+wait_until_loaded waits for each actor; bounded by deadlines.start_s, naming who is late.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.errors import DeadlineExceeded
+from areal_ray.recipe import Recipe
+from areal_ray.runtime.agent_actor import AgentActor
+from areal_ray.runtime.cluster import Connection
+from areal_ray.runtime.fleet import Fleet, call, spawn
+from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
+from areal_ray.runtime.param_sync_actor import ParamSyncActor
+from areal_ray.runtime.placement import (
+    PARAM_SYNC,
+    Reservation,
+    plan_layout,
+    reserve,
+)
+from areal_ray.runtime.reward_actor import RewardActor
+from areal_ray.runtime.rollout_actor import RolloutActor
+
+JOURNAL_FOLDER = "journal"
+"""Of a run, in its folder."""
+_MANY_CALLS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class StartPoint:
+    """Where a run begins."""
+
+    model_path: str
+    """Folder or hub name of the weights of `version`."""
+    step: int = 0
+    version: int = 0
+    checkpoint: str = ""
+    """Folder to restore optimizer and random state from; empty = begin afresh."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What the run saved beside it."""
+
+
+class ActorGraph:
+    """Actors of one run."""
+
+    def __init__(self, recipe: Recipe, connection: Connection, begin: StartPoint) -> None:
+        self.recipe = recipe
+        self.begin = begin
+        self.roots = [str(root) for root in recipe.import_roots]
+        self.journal = str((recipe.folder / JOURNAL_FOLDER).resolve())
+        is_rl, is_sft = recipe.kind == "rl", recipe.kind == "sft"
+        layout = plan_layout(
+            rollout=None if is_sft else recipe.rollout,
+            learner=None if recipe.kind == "eval" else recipe.learner,
+            agent=None if is_sft else recipe.agent,
+            reward=None if is_sft else recipe.reward,
+            has_evaluation=is_rl and recipe.evaluation is not None,
+        )
+        self._reservation: Reservation = reserve(
+            layout, connection.nodes, deadline_s=recipe.deadlines.placement_s
+        )
+        self._fleets: list[Fleet] = []
+        self._token = uuid4().hex[:6]
+
+    # Fleets: spawned at once, loading side by side
+
+    def _fleet(self, role: str, cls: type, make: Callable[[int, str], dict[str, Any]]) -> Fleet:
+        """One actor for each seat of a role; `make` gives the constructor's arguments."""
+        restarts = 0 if cls in (LearnerActor, ParamSyncActor) else -1
+        handles = {}
+        for index, (name, seat) in enumerate(self._reservation.seats(role).items()):
+            handles[name] = spawn(
+                cls,
+                name=self._spawned_name(name),
+                seat=seat,
+                restarts=restarts,
+                max_concurrency=_MANY_CALLS,
+                arguments=make(index, name),
+            )
+        fleet = Fleet(role, handles)
+        self._fleets.append(fleet)
+        return fleet
+
+    def _spawned_name(self, name: str) -> str:
+        # Two runs of one name may share a cluster, in folders of their own.
+        return f"{self.recipe.run_name}/{name}/{self._token}"
+
+    def param_sync(self) -> Any:
+        """The weight-update service's one actor."""
+        fleet = self._fleet(
+            PARAM_SYNC,
+            ParamSyncActor,
+            lambda index, name: {
+                "config": self.recipe.weights,
+                "version": self.begin.version,
+            },
+        )
+        return fleet.handles[PARAM_SYNC]
+
+    def rollouts(self, role: str, *, pinned: bool = False) -> Fleet:
+        """Rollout replicas; `pinned` ones do not catch up by themselves."""
+        return self._fleet(
+            role,
+            RolloutActor,
+            lambda index, name: {
+                "name": name,
+                "model_path": self.begin.model_path,
+                "config": self.recipe.rollout,
+                "version": self.begin.version,
+                "sync": "" if self.recipe.kind == "eval" else self._spawned_name(PARAM_SYNC),
+                "pinned": pinned,
+            },
+        )
+
+    def agents(self, role: str, rollouts: Fleet, sampling: SamplingConfig) -> Fleet:
+        """Agent actors that sample from `rollouts`."""
+        return self._fleet(
+            role,
+            AgentActor,
+            lambda index, name: {
+                "name": name,
+                "model_path": self.begin.model_path,
+                "config": self.recipe.agent,
+                "sampling": sampling,
+                "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
+                "context_tokens": self.recipe.rollout.engine.max_context_tokens,
+                "search": self.roots,
+                "run_folder": str(self.recipe.folder.resolve()),
+            },
+        )
+
+    def rewards(self) -> Fleet:
+        """Reward actors."""
+        return self._fleet(
+            "reward",
+            RewardActor,
+            lambda index, name: {
+                "name": name,
+                "config": self.recipe.reward,
+                "search": self.roots,
+                "journal": self.journal,
+            },
+        )
+
+    def learners(self, total_steps: int) -> Fleet:
+        """The learner's ranks; they meet in wait_until_loaded()."""
+        recipe = self.recipe
+        setup = LearnerSetup(
+            model_path=self.begin.model_path,
+            config=recipe.learner,
+            objective=recipe.objective,
+            temperature=recipe.rollout.sampling.temperature,
+            total_steps=total_steps,
+            num_ranks=recipe.learner.ranks,
+            resume_from=self.begin.checkpoint,
+            journal=self.journal,
+            sft=recipe.sft,
+            import_roots=tuple(self.roots),
+            seed=recipe.seed,
+        )
+        return self._fleet(
+            "learner",
+            LearnerActor,
+            lambda index, name: {"name": name, "rank": index, "setup": setup},
+        )
+
+    async def wait_until_loaded(self, learners: Fleet | None) -> None:
+        """Every actor answers, the learner's ranks have met."""
+        waits: dict[str, Awaitable[Any]] = {
+            name: call(name, handle.health.remote())
+            for fleet in self._fleets
+            for name, handle in fleet.handles.items()
+            if fleet is not learners
+        }
+        if learners is not None:
+            waits["learner"] = self._introduce(learners)
+        tasks = {name: asyncio.ensure_future(wait) for name, wait in waits.items()}
+        limit_s = self.recipe.deadlines.start_s
+        done, late = await asyncio.wait(
+            tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for task in late:
+            task.cancel()
+        for task in done:
+            task.result()  # raises what the actor raised
+        if late:
+            names = [name for name, task in tasks.items() if task in late]
+            raise DeadlineExceeded(
+                f"start: {', '.join(names)} did not load within deadlines.start_s = {limit_s:g}. "
+                "Raise it if the model is large"
+            )
+
+    async def _introduce(self, learners: Fleet) -> None:
+        names = learners.names()
+        address = await learners.submit(names[0], "open") if len(names) > 1 else ""
+        await learners.broadcast("start", address)
+
+    def close(self) -> None:
+        """End every actor, the last started first, and give back what was reserved."""
+        for fleet in reversed(self._fleets):
+            fleet.kill()
+        self._reservation.release()
