@@ -37,6 +37,9 @@ class AgentConfig(Config):
     """Model calls of one episode; one more ends it as truncated."""
     timeout_s: float = Field(300.0, gt=0.0)
     """Wall time of one episode, tools included."""
+    turn_timeout_s: float = Field(600.0, gt=0.0)
+    """Longest wait for one model call, restarts of rollout replicas included; then the run ends
+    and says which replica owed it."""
     replicas: int = Field(1, ge=1)
     """AgentActors; each runs very many episodes at once."""
     episode_retries: int = Field(2, ge=0)

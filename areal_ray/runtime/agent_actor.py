@@ -78,7 +78,6 @@ class AgentActor:
         sampling: SamplingConfig,
         replicas: Mapping[str, Any],
         context_tokens: int = 0,
-        deadline_s: float = 600.0,
         search: Sequence[str] = (),
         run_folder: str = "",
     ) -> None:
@@ -92,7 +91,6 @@ class AgentActor:
             replicas: Rollout actors by name: handles, or the names they were spawned under.
             context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the
                 model allows, as the engines read it.
-            deadline_s: Longest wait for one turn.
             search: Import roots for the agent's code.
             run_folder: Where sample episodes are written down; empty = nowhere.
         """
@@ -114,7 +112,7 @@ class AgentActor:
         self._incarnation = uuid4().hex[:12]
         client_id = f"{name}-{self._incarnation}"
         reached = {short: reach(replica) for short, replica in replicas.items()}
-        self._rollouts = RolloutClient(reached, client_id, deadline_s=deadline_s)
+        self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
         self._num_episodes = 0
         self._told: set[str] = set()
 

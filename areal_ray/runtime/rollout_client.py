@@ -283,4 +283,4 @@ class RolloutClient:
         state = f", which is down ({lane.down_reason})" if lane and lane.down_reason else ""
         started = f"turn {request_id} waited {self._deadline_s:g} s for {where}{state}"
         counts = ", ".join(f"{lane.name} {len(lane.pending)}" for lane in self._lanes)
-        return f"{started}. Turns pending: {counts}. Raise rollout deadlines if this is normal"
+        return f"{started}. Turns pending: {counts}. Raise agent.turn_timeout_s if this is normal"
