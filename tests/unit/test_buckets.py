@@ -94,7 +94,7 @@ def test_a_flipped_bit_anywhere_in_a_payload_is_seen(draw) -> None:
     plan = plan_buckets([("a", (5, 3), "float32"), ("b", (7,), "bfloat16")], 32)
     payload = _sealed(plan, 3)
     payload[draw.draw(st.integers(0, plan.payload_bytes - 1))] ^= 1 << draw.draw(st.integers(0, 7))
-    with pytest.raises(ValueError, match="version|plan|differs"):
+    with pytest.raises(ValueError, match=r"version|plan|differs"):
         verify(plan, payload, 3)
 
 
