@@ -5,6 +5,7 @@ connect waits for the cluster's head and for cluster.n_nodes nodes; bounded by d
 
 import os
 import re
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from areal_ray.runtime.run_config import ClusterConfig, DeadlinesConfig, Schedul
 
 RAY_SERIES = "2.60"
 """The Ray this is written for: major and minor version."""
+
+_PROBE_S = 10.0
 
 _LOCAL_ENV = {
     # Workers run at niceness 15 otherwise: anything else on the machine would starve the engines.
@@ -75,6 +78,8 @@ def connect(
             "num_cpus": cluster.num_cpus,
             "object_store_memory": cluster.object_store_bytes,
         }
+    else:
+        _check_address(address)
     try:
         ray.init(address=address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -85,6 +90,22 @@ def connect(
         ray.shutdown()
         raise
     return Connection(tuple(nodes), is_started_here=address is None, is_connected_here=True)
+
+
+def _check_address(address: str) -> None:
+    """Refuse what no head listens at: Ray itself would retry for minutes."""
+    if "://" in address:
+        raise PlacementError(
+            f"cluster.address: is {address!r}; must be host:port of the head, or auto. A dashboard "
+            "is reached by `ray job submit -- areal-ray train ...`, Ray Client is not supported."
+        )
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return  # auto, or a name that Ray itself resolves
+    try:
+        socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise PlacementError(_why_not(error, address)) from error
 
 
 def check_ray_version(version: str) -> None:
@@ -133,7 +154,7 @@ def _wait_for_nodes(cluster: ClusterConfig, deadlines: DeadlinesConfig) -> list[
 
 
 def _why_not(error: Exception, address: str | None) -> str:
-    text = str(error)
+    text = str(error.__cause__ or error)
     where = f"the Ray cluster at {address!r}" if address else "a Ray on this machine"
     versions = re.findall(r"(Ray|Python): ([\w.+]+)", text)
     if "ersion mismatch" in text and versions:
