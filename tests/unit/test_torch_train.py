@@ -371,6 +371,19 @@ def test_gradient_checkpointing_changes_nothing_but_memory(folder):
     assert _largest_difference(_copies(one), _copies(other)) < 1e-4
 
 
+def test_bfloat16_computes_roughly_the_same_and_keeps_float32_weights(folder):
+    one = _engine(folder, engine={"dtype": "float32"})
+    other = _engine(folder, engine={"dtype": "bfloat16"})
+    groups = _with_true_logprobs(folder, _groups(2), 1.0)
+    metrics = [e.train_step([groups], 0).metrics for e in (one, other)]
+    assert metrics[1]["learner/ratio_mean"] == pytest.approx(1.0, abs=0.05)
+    assert metrics[1]["learner/grad_norm_max"] == pytest.approx(
+        metrics[0]["learner/grad_norm_max"], rel=0.1
+    )
+    assert all(tensor.dtype == torch.float32 for tensor in other.weights().values())
+    assert all(tensor.isfinite().all() for tensor in other.weights().values())
+
+
 # Checkpoints
 
 
