@@ -192,7 +192,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not has_trace:
         sys.excepthook = _tell_defect
     try:
-        app(args=[word for word in words if word != _TRACE], prog_name="areal-ray")
+        # Not app() itself, which would put an excepthook of its own in place.
+        run = typer.main.get_command(app)
+        run(args=[word for word in words if word != _TRACE], prog_name="areal-ray")
     except ArealRayError as error:
         if has_trace:
             raise

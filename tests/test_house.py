@@ -54,6 +54,7 @@ BROAD_EXCEPTS = {
     "preflight.py": "code that a recipe names",
     "launch.py": "the run's own end: any failure is told, and the report still written",
     "runtime/supervisor.py": "the supervisor",
+    "runtime/cluster.py": "Ray, which raises a bare Exception where it does not start",
 }
 BANNED_WORDS = {"Manager", "Handler", "Helper", "Helpers", "Utils", "Util", "Base", "Impl"}
 BANNED_WORDS |= {"Wrapper", "V2"}

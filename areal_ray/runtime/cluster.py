@@ -82,7 +82,7 @@ def connect(
         _check_address(address)
     try:
         ray.init(address=address or "local", **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises a bare Exception where a node is slow to start
         raise PlacementError(_why_not(error, address)) from error
     try:
         nodes = _wait_for_nodes(cluster, deadlines)
@@ -169,4 +169,7 @@ def _why_not(error: Exception, address: str | None) -> str:
             f"cluster.address: {where} does not answer ({first[:160]}). Start it with "
             "`ray start --head`, or unset RAY_ADDRESS and use scheduler.type=local."
         )
-    return f"cluster: {where} could not be started ({first[:160]})."
+    return (
+        f"cluster: {where} could not be started ({first[:160]}). Try again when it is less busy, "
+        "or look at the newest session in Ray's folder (/tmp/ray)."
+    )

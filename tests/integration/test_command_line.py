@@ -1,0 +1,183 @@
+"""The command line on real runs: outcome, Ctrl-C, resuming, and jobs on a running cluster."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_ray.run_folder import read_status
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "model.path={fileroot}/model",
+    "model.create=recipes.calculator.model:create",
+    "admission.groups_per_step=2",
+    "admission.n_samples=2",
+    "learner.ppo_n_minibatches=1",
+    "evaluation=null",
+    "telemetry.console=lines",
+    "rollout.engine.max_slots=8",
+    "cluster.num_cpus=2",
+)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "areal_ray.cli", *words]
+
+
+def train(fileroot: Path, *overrides: str) -> list[str]:
+    recipe = "recipes/calculator/grpo.yaml"
+    return command("train", recipe, f"cluster.fileroot={fileroot}", "name=r", *SMALL, *overrides)
+
+
+def clean_environment() -> dict[str, str]:
+    """Without the shared session of the other tests: each run here has a Ray of its own."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below one, by what /proc tells."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int, str, float]]:
+    """A long run that Ctrl-C stopped in the middle: its fileroot, exit code, words and time."""
+    fileroot = tmp_path_factory.mktemp("stopped")
+    child = subprocess.Popen(
+        train(fileroot, "steps=100000"),
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + 200
+        while read_status(fileroot / "r").status.get("step", 0) < 2:
+            assert child.poll() is None, child.communicate()[0][-3000:]
+            assert time.monotonic() < end, "no step was made"
+            time.sleep(0.2)
+        below = descendants(child.pid)
+        asked = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        out = child.communicate(timeout=90)[0]
+        took = time.monotonic() - asked
+        end = time.monotonic() + 20
+        while left := [pid for pid in below if is_alive(pid)]:
+            assert time.monotonic() < end, f"processes are left: {left}"
+            time.sleep(0.2)
+        yield fileroot, child.returncode, out, took
+    finally:
+        if child.poll() is None:
+            child.kill()
+
+
+@pytest.mark.timeout(400)
+def test_ctrl_c_ends_a_run_in_seconds_with_a_word_and_no_trace(stopped):
+    _, code, out, took = stopped
+    assert code == 130
+    assert took < 60
+    assert "Traceback" not in out
+    assert out.count("stopping") == 1
+    assert "r stopped: " in out
+
+
+@pytest.mark.timeout(400)
+def test_a_stopped_run_is_resumed_where_it_was(stopped):
+    fileroot = stopped[0]
+    done = json.loads((fileroot / "r" / "summary.json").read_text())["steps"]
+    assert done >= 2
+    resumed = subprocess.run(
+        command("resume", str(fileroot / "r"), f"steps={done + 2}"),
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert resumed.returncode == 0, resumed.stderr + resumed.stdout[-2000:]
+    summary = json.loads((fileroot / "r" / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"], summary["version"]) == (
+        "finished",
+        done + 2,
+        done + 2,
+    )
+    rows = [json.loads(x) for x in (fileroot / "r" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row.get("kind", "step") == "step"]
+    assert steps == sorted(set(steps))
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[str]:
+    """A cluster that is already running, with its dashboard: what `ray job submit` talks to."""
+    code = """
+import ray, sys
+context = ray.init(address="local", num_cpus=4, include_dashboard=True, dashboard_port=0,
+                   object_store_memory=200 * 1024**2, logging_level="ERROR")
+print(context.dashboard_url, flush=True)
+sys.stdin.read()
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**clean_environment(), "RAY_AUTH_MODE": "disabled"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    url = child.stdout.readline().strip()
+    assert url, "the cluster did not start"
+    yield f"http://{url}"
+    child.communicate("", timeout=60)
+
+
+def submit(head: str, words: list[str]) -> subprocess.CompletedProcess[str]:
+    ray = Path(sys.executable).with_name("ray")
+    return subprocess.run(
+        [str(ray), "job", "submit", "--address", head, "--working-dir", str(ROOT / "recipes"),
+         "--", "env", f"PYTHONPATH={ROOT}", "bash", "-c",
+         f"cd {ROOT} && exec " + " ".join(f"'{word}'" for word in words)],
+        env={**clean_environment(), "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=350,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(500)
+def test_a_submitted_job_runs_on_the_cluster_it_was_submitted_to(head, tmp_path):
+    done = submit(head, train(tmp_path, "steps=2"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "r finished: 2 of 2 steps" in done.stdout
+    assert json.loads((tmp_path / "r" / "summary.json").read_text())["outcome"] == "finished"
+
+
+@pytest.mark.timeout(300)
+def test_a_job_with_a_wrong_recipe_fails_with_the_reason_in_its_last_lines(head, tmp_path):
+    done = submit(head, train(tmp_path, "admission.max_stalness=1"))
+    assert done.returncode != 0
+    assert "admission.max_stalness: unknown key" in done.stdout + done.stderr
