@@ -14,7 +14,7 @@ from areal_ray.runtime.membership import NoReplicaLeft
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import LearnerStandIn, tensors
-from tests.support.weight_crew import WeightCrew, assert_live
+from tests.support.weight_crew import PATIENCE_S, WeightCrew, answer, assert_live
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -67,6 +67,24 @@ def test_a_receiver_killed_amid_the_buckets_leaves_no_replica_with_half_a_versio
     # Too late is possible on a fast machine; then the kill hits a whole replica.
     assert set(report.replicas) | set(report.quarantined) == set(crew.replicas)
     assert {"rollout-0", "rollout-1"} <= set(report.replicas)
+    for name in crew.replicas:
+        crew.assert_holds(name, version)
+
+
+def test_a_replica_restarted_between_two_publishes_takes_part_in_the_next(
+    crew: WeightCrew,
+) -> None:
+    version = crew.publish_until_all_are_back() + 1
+    old = answer(crew.replicas["rollout-1"].incarnation)
+    ray.kill(crew.replicas["rollout-1"], no_restart=False)
+    end = time.monotonic() + PATIENCE_S
+    while answer(crew.replicas["rollout-1"].incarnation) == old:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    crew.assert_holds("rollout-1", version - 1)
+    report = crew.publish(version)
+    assert report.replicas == tuple(crew.replicas)
+    assert report.quarantined == {}
     for name in crew.replicas:
         crew.assert_holds(name, version)
 
