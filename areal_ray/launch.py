@@ -22,13 +22,13 @@ from areal_ray.errors import ActorLost, ArealRayError
 from areal_ray.preflight import preflight
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe, load_recipe
-from areal_ray.records import Records, event_writer
+from areal_ray.records import Records
 from areal_ray.run import LearnerRun, Run, SftRun
 from areal_ray.run_folder import RunFolder, RunStatus, read_status
-from areal_ray.runtime.cluster import Connection, connect
+from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
 from areal_ray.runtime.param_sync_actor import Committed
-from areal_ray.telemetry.log import set_up_logging
+from areal_ray.telemetry.log import redact, set_up_logging
 from areal_ray.telemetry.plot import plot
 from areal_ray.telemetry.progress import Progress, open_progress
 from areal_ray.telemetry.report import write_report
@@ -161,7 +161,10 @@ class Session:
         """
         self.recipe = recipe
         self._folder = RunFolder.claim(
-            recipe.folder, recipe.to_yaml(), resume=resume, overwrite=overwrite
+            recipe.folder,
+            redact(recipe.to_yaml(), environment_secrets()),
+            resume=resume,
+            overwrite=overwrite,
         )
         self.error: BaseException | None = None
         self._progress = progress or open_progress(recipe.telemetry)
@@ -184,7 +187,7 @@ class Session:
     def run(self) -> Summary:
         """To the end, whatever it is; `error` is what it failed with."""
         recipe, is_mine = self.recipe, self._connection is None
-        set_up_logging(recipe.folder, run=recipe.run_name)
+        self._log_here()
         outcome: RunOutcome = "failed"
         try:
             if self._connection is None:
@@ -205,11 +208,17 @@ class Session:
         finally:
             self._folder.release()
 
+    def _log_here(self) -> None:
+        """This process's log goes to this run's folder."""
+        recipe = self.recipe
+        set_up_logging(recipe.folder, run=recipe.run_name, secrets=environment_secrets())
+
     def _train_first(self, other: Recipe) -> None:
         """Run the recipe that makes this one's model, on the same cluster."""
         self._progress.on_event(f"{self.recipe.model_path} is missing: training {other.run_name}")
         before = Session(other, overwrite=True, connection=self._connection)
         before.run()
+        self._log_here()
         if before.error is not None:
             raise before.error
 
@@ -284,7 +293,6 @@ class Session:
             waits=self._waits,
             admission=recipe.admission,
             ledger=ledger,
-            write_event=event_writer(recipe.folder),
             write_status=self._folder.write_status,
         )
         return self._records

@@ -1,11 +1,11 @@
 """Records: turns what the loops report into metric rows, progress lines and the run's summary."""
 
+import logging
 import pickle
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from areal_ray.core.ledger import Lease, Ledger
@@ -28,6 +28,8 @@ from areal_ray.telemetry.waits import WaitBoard
 
 _FAILED = ("agent_error", "env_error", "timeout")
 """Outcomes of attempts that no sibling stands for: the group's own metrics do not see them."""
+_log = logging.getLogger(__name__)
+
 _INLINED_BYTES = 100 * 1024
 """Ray carries smaller objects inside the messages that pass through their owner, the driver."""
 
@@ -43,7 +45,6 @@ class Records:
         waits: WaitBoard,
         admission: AdmissionConfig | None,
         ledger: Ledger | None,
-        write_event: Callable[[str], None],
         write_status: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._log = log
@@ -51,7 +52,6 @@ class Records:
         self._waits = waits
         self._admission = admission
         self._ledger = ledger
-        self._write_event = write_event
         self._write_status = write_status
         self._shown: dict[str, Any] = {}
         self._window = MetricWindow(METRICS)
@@ -86,7 +86,7 @@ class Records:
     def failed(self, lease: Lease, reason: str) -> None:
         """A group gave no usable result."""
         self._window.add("admission/retried_groups", 1)
-        self._write_event(f"group {lease.group_id} failed: {reason}")
+        _log.info("group %s failed: %s", lease.group_id, reason)
 
     def dropped(self, reason: str) -> None:
         """A scored group is not trained on."""
@@ -97,7 +97,7 @@ class Records:
         """Something a user should read, such as an actor that died or came back."""
         if of_actor:
             self.replaced.append(text)
-        self._write_event(text)
+        _log.info("%s", text)
         self._progress.on_event(text)
 
     def status(self, counts: Mapping[str, int]) -> None:
@@ -272,13 +272,3 @@ class Records:
     def close(self) -> None:
         """Make sure that rows stay."""
         self._log.close()
-
-
-def event_writer(folder: Path) -> Callable[[str], None]:
-    """Appends events to events.log in the run folder, with the time of day."""
-    file = (folder / "events.log").open("a", encoding="utf-8", buffering=1)
-
-    def write(text: str) -> None:
-        file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {text}\n")
-
-    return write

@@ -14,6 +14,7 @@ from typing import Any
 from areal_ray.errors import PlacementError
 from areal_ray.runtime.placement import NodeSupply
 from areal_ray.runtime.run_config import ClusterConfig, DeadlinesConfig, SchedulerConfig
+from areal_ray.telemetry.log import secret_values
 
 RAY_SERIES = "2.60"
 """The Ray this is written for: major and minor version."""
@@ -106,6 +107,11 @@ def _check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
     except (OSError, ValueError, OverflowError) as error:
         raise PlacementError(_why_not(error, address)) from error
+
+
+def environment_secrets() -> frozenset[str]:
+    """Values of this process's environment that must not reach a file: keys, tokens, passwords."""
+    return secret_values(os.environ)
 
 
 def check_ray_version(version: str) -> None:
