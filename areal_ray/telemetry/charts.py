@@ -20,6 +20,7 @@ NARROW = 330.0
 _SMOOTH_FROM = 60  # points above which a moving average is drawn over the raw line
 _MOST_POINTS = 400  # of one curve; more are averaged, the screen has no room for them
 _MOST_COLUMNS = 120
+_FLAT = 1e-9  # a range below this share of its values is drawn as a constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Axis:
 
 def nice_axis(low: float, high: float, *, count: int = 4, is_whole: bool = False) -> Axis:
     """An axis whose ticks are multiples of 1, 2 or 5 times a power of ten."""
-    if not high > low:
+    if not high - low > _FLAT * max(1.0, abs(low), abs(high)):  # ticks would round to one value
         low, high = (low - 0.5, high + 0.5) if low else (0.0, 1.0)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
