@@ -1,50 +1,23 @@
 """launch: starts a run in the background and hands out a RunHandle; what every front end calls.
 
 The run lives in a thread of its own with its own event loop, so a notebook cell returns at once and
-the command line can watch for Ctrl-C. Whatever the end, the actors are gone, the summary and the
-report are written, and the outcome is one of finished, stopped or failed.
+the command line can watch for Ctrl-C.
 """
 
-import asyncio
-import logging
 import threading
-import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_ray.actors import ActorGraph, StartPoint
-from areal_ray.assembly import ledger_of, start_eval, start_rl, start_sft
-from areal_ray.core.ledger import Ledger
-from areal_ray.driver import fit, train
-from areal_ray.errors import ActorLost, ArealRayError
 from areal_ray.preflight import preflight
-from areal_ray.prepare import begin_at, make_model
-from areal_ray.recipe import MODEL_FOLDER, Recipe, load_recipe
-from areal_ray.records import Records
-from areal_ray.run import LearnerRun, Run, SftRun
-from areal_ray.run_folder import RunFolder, RunStatus, read_status
-from areal_ray.runtime.cluster import Connection, connect, environment_secrets
-from areal_ray.runtime.evaluation import Pinned
-from areal_ray.runtime.param_sync_actor import Committed
-from areal_ray.telemetry.log import redact, set_up_logging
+from areal_ray.recipe import Recipe, load_recipe
+from areal_ray.run_folder import RunStatus, read_status
+from areal_ray.session import Session
 from areal_ray.telemetry.plot import plot
-from areal_ray.telemetry.progress import Progress, open_progress
-from areal_ray.telemetry.report import write_report
+from areal_ray.telemetry.progress import Progress
 from areal_ray.telemetry.rows import read_rows
-from areal_ray.telemetry.sinks import METRICS_FILE, MetricLog, Sink, open_metric_log
-from areal_ray.telemetry.summary import (
-    RunEnd,
-    RunOutcome,
-    Summary,
-    summarize,
-    write_summary,
-)
-from areal_ray.telemetry.views import Header
-from areal_ray.telemetry.waits import WaitBoard
-
-_log = logging.getLogger(__name__)
+from areal_ray.telemetry.sinks import METRICS_FILE
+from areal_ray.telemetry.summary import Summary
 
 
 def launch(
@@ -82,7 +55,7 @@ def launch(
 class RunHandle:
     """A run that goes on in the background."""
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: Session) -> None:
         self.recipe = session.recipe
         self.folder = session.recipe.folder
         self._session = session
@@ -133,242 +106,3 @@ class RunHandle:
 
     def _work(self) -> None:
         self._summary = self._session.run()
-
-
-class Session:
-    """One run from its connection to its report."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        progress: Progress | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
-        connection: Connection | None = None,
-    ) -> None:
-        """Claim the run's folder.
-
-        Args:
-            recipe: What to run.
-            progress: Where to show it; by default as telemetry.console says.
-            resume: Go on from the last checkpoint.
-            overwrite: Forget an earlier run in that folder.
-            connection: A cluster to use and leave connected.
-
-        Raises:
-            RecipeError: The folder holds another run, or one that is going on.
-        """
-        self.recipe = recipe
-        self._folder = RunFolder.claim(
-            recipe.folder,
-            redact(recipe.to_yaml(), environment_secrets()),
-            resume=resume,
-            overwrite=overwrite,
-        )
-        self.error: BaseException | None = None
-        self._progress = progress or open_progress(recipe.telemetry)
-        self._resume = resume
-        self._connection = connection
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
-        self._stop_asked = False
-        self._began = time.monotonic()
-        self._waits = WaitBoard()
-        self._records: Records | None = None
-        self._state: LearnerRun | None = None
-
-    def stop(self) -> None:
-        """End soon; may be called from any thread, at any time."""
-        self._stop_asked = True
-        if self._loop is not None and self._stopping is not None:
-            self._loop.call_soon_threadsafe(self._stopping.set)
-
-    def run(self) -> Summary:
-        """To the end, whatever it is; `error` is what it failed with."""
-        recipe, is_mine = self.recipe, self._connection is None
-        self._log_here()
-        outcome: RunOutcome = "failed"
-        try:
-            if self._connection is None:
-                self._progress.on_event("starting Ray ...")
-                self._connection = connect(recipe.cluster, recipe.scheduler, recipe.deadlines)
-            make_model(recipe, self._train_first)
-            asyncio.run(self._run_loops(self._connection))
-            outcome = "stopped" if self._stop_asked else "finished"
-        except BaseException as error:
-            self.error = root_cause(error)
-            if not isinstance(self.error, ArealRayError):
-                _log.error("%s", "".join(traceback.format_exception(self.error)))
-        finally:
-            if is_mine and self._connection is not None:
-                self._connection.close()
-        try:
-            return self._conclude(outcome)
-        finally:
-            self._folder.release()
-
-    def _log_here(self) -> None:
-        """This process's log goes to this run's folder."""
-        recipe = self.recipe
-        set_up_logging(recipe.folder, run=recipe.run_name, secrets=environment_secrets())
-
-    def _train_first(self, other: Recipe) -> None:
-        """Run the recipe that makes this one's model, on the same cluster."""
-        self._progress.on_event(f"{self.recipe.model_path} is missing: training {other.run_name}")
-        before = Session(other, overwrite=True, connection=self._connection)
-        before.run()
-        self._log_here()
-        if before.error is not None:
-            raise before.error
-
-    async def _run_loops(self, connection: Connection) -> None:
-        recipe = self.recipe
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        if self._stop_asked:
-            return
-        begin = begin_at(recipe, resume=self._resume, tell=self._progress.on_event)
-        self._progress.on_event("starting actors ...")
-        graph = ActorGraph(recipe, connection, begin)
-        try:
-            kinds = {"rl": self._rl, "sft": self._sft, "eval": self._eval}
-            await kinds[recipe.kind](graph, begin)
-        finally:
-            graph.close()
-
-    async def _rl(self, graph: ActorGraph, begin: StartPoint) -> None:
-        ledger, journal = ledger_of(self.recipe)
-        records = self._open_records(begin, ledger)
-        run: Run = await start_rl(graph, records, self._waits, ledger)
-        run.stopping, self._state = self._stopping_event(), run
-        self._begin(run.steps, begin)
-        records.begin()
-        try:
-            await train(run)
-            await self._save_model(run)
-        finally:
-            journal.close()
-
-    async def _sft(self, graph: ActorGraph, begin: StartPoint) -> None:
-        records = self._open_records(begin, None)
-        run: SftRun = await start_sft(graph, records, self._waits)
-        run.stopping, self._state = self._stopping_event(), run
-        self._begin(run.steps, begin)
-        records.begin()
-        await fit(run)
-        await self._save_model(run)
-
-    async def _eval(self, graph: ActorGraph, begin: StartPoint) -> None:
-        records = self._open_records(begin, None)
-        service = await start_eval(graph)
-        self._begin(0, begin)
-        scoring = asyncio.ensure_future(service.score(Pinned(begin.step, Committed(begin.version))))
-        stopping = asyncio.ensure_future(self._stopping_event().wait())
-        await asyncio.wait({scoring, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if scoring.done():
-            records.evaluated(scoring.result())
-        scoring.cancel()
-
-    def _stopping_event(self) -> asyncio.Event:
-        assert self._stopping is not None, "the loop makes it first"
-        return self._stopping
-
-    def _open_records(self, begin: StartPoint, ledger: Ledger | None) -> Records:
-        recipe = self.recipe
-        sinks: list[Sink] = []
-        if recipe.telemetry.ray_metrics:
-            from areal_ray.runtime.ray_metrics import RayMetricsSink
-
-            sinks.append(RayMetricsSink(recipe.run_name))
-        log: MetricLog = open_metric_log(
-            recipe.folder,
-            recipe.telemetry,
-            resume_step=begin.step if begin.checkpoint else None,
-            extra_sinks=sinks,
-        )
-        self._records = Records(
-            log=log,
-            progress=self._progress,
-            waits=self._waits,
-            admission=recipe.admission,
-            ledger=ledger,
-            write_status=self._folder.write_status,
-        )
-        return self._records
-
-    def _begin(self, steps: int, begin: StartPoint) -> None:
-        header = Header(
-            name=self.recipe.run_name,
-            kind=self.recipe.kind,
-            total_steps=steps,
-            first_step=begin.step,
-            folder=str(self.recipe.folder),
-            facts=_facts(self.recipe, begin),
-        )
-        self._progress.start(header)
-
-    async def _save_model(self, run: Run | SftRun) -> None:
-        """The final weights as a Hugging Face checkpoint, written beside and then renamed."""
-        if self._stop_asked:
-            await run.checkpoints.save(run)
-            return
-        await run.checkpoints.export(MODEL_FOLDER)
-
-    def _conclude(self, outcome: RunOutcome) -> Summary:
-        """Summary and report, for a run that never began too."""
-        recipe, records, state = self.recipe, self._records, self._state
-        if records is not None:
-            records.close()
-        bound = recipe.admission.max_head_offpolicyness if recipe.admission else None
-        end = RunEnd(
-            name=recipe.run_name,
-            kind=recipe.kind,
-            outcome=outcome,
-            planned_steps=state.steps if state else recipe.steps,
-            version=state.version if state else 0,
-            wall_s=round(time.monotonic() - self._began, 3),
-            seed=recipe.seed,
-            failure=failure_text(self.error),
-            staleness_bound=bound if isinstance(bound, int) else None,
-            **(records.end_facts() if records else {}),
-        )
-        summary = summarize(recipe.folder, end)
-        write_summary(recipe.folder, summary)
-        report = write_report(recipe.folder) if records is not None else None
-        self._progress.stop(summary, report)
-        return summary
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The exception that ended a run, out of the groups that asyncio wraps around it."""
-    while isinstance(error, BaseExceptionGroup):
-        causes = [e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)]
-        # A failure that names its reason beats the deaths that followed from it.
-        causes.sort(key=lambda cause: isinstance(cause, ActorLost))
-        error = causes[0] if causes else error.exceptions[0]
-    return error
-
-
-def failure_text(error: BaseException | None) -> str:
-    """What a run failed with, as a user should read it."""
-    if error is None:
-        return ""
-    return str(error) if isinstance(error, ArealRayError) else f"{type(error).__name__}: {error}"
-
-
-def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
-    facts = {"model": begin.model_path, "seed": str(recipe.seed)}
-    if recipe.kind == "rl" and recipe.admission is not None:
-        admission = recipe.admission
-        facts["step"] = f"{admission.groups_per_step} groups x {admission.n_samples} episodes"
-        facts["staleness"] = (
-            f"at most {admission.max_head_offpolicyness} versions, then {admission.at_consumption}"
-        )
-        facts["objective"] = recipe.objective.kind
-        facts["actors"] = (
-            f"{recipe.rollout.replicas} rollout, {recipe.learner.ranks} learner, "
-            f"{recipe.agent.replicas} agent, "
-            f"{recipe.reward.replicas if recipe.reward else 0} reward"
-        )
-    return facts

@@ -246,7 +246,7 @@ class Records:
 
     # The end
 
-    def ledger_summary(self) -> LedgerSummary:
+    def _ledger_summary(self) -> LedgerSummary:
         """How groups ended."""
         if self._ledger is None:
             return LedgerSummary()
@@ -265,7 +265,7 @@ class Records:
         """What the run's summary needs beside its rows."""
         return {
             "staleness_histogram": dict(self.staleness),
-            "ledger": self.ledger_summary(),
+            "ledger": self._ledger_summary(),
             "replaced": tuple(self.replaced),
         }
 

@@ -26,7 +26,7 @@ FLOORS = [
     {"runtime"},
     {
         *("driver", "recipe", "run", "records", "launch", "assembly", "prepare"),
-        *("preflight", "plan", "run_listing", "actors"),
+        *("preflight", "plan", "run_listing", "actors", "session"),
     },
     {"cli"},
 ]
@@ -52,7 +52,7 @@ BROAD_EXCEPTS = {
     "rewards/worker.py": "the reward",
     "engines/torch_generation.py": "the loop's end: every turn it held comes back with the cause",
     "preflight.py": "code that a recipe names",
-    "launch.py": "the run's own end: any failure is told, and the report still written",
+    "session.py": "the run's own end: any failure is told, and the report still written",
     "runtime/supervisor.py": "the supervisor",
     "runtime/cluster.py": "Ray, which raises a bare Exception where it does not start",
 }
