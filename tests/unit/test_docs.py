@@ -150,3 +150,14 @@ def test_pages_spell_behaviour_one_way_and_name_no_place_of_ours():
             if re.search(r"behavior|/work/|/home/|/root/|/tmp/", line, re.IGNORECASE):
                 wrong.append(f"{page.name}:{number}: {line.strip()}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_architecture_page_places_every_module_and_the_readme_every_recipe():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    package = ROOT / "areal_ray"
+    modules = [p.stem for p in package.glob("*.py") if p.stem != "__init__"]
+    folders = [f"{p.parent.name}/" for p in package.glob("*/__init__.py")]
+    assert not [name for name in (*modules, *folders) if f"`{name}`" not in page]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    recipes = [p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")]
+    assert not [name for name in recipes if name not in readme]
