@@ -4,9 +4,10 @@
 
 Both sides run in this process, one after the other within each round, on the same random prompts,
 at temperature 1, ignoring end of turn, and both give the log-prob of every sampled token. Each
-side is measured with one thread and with two and is given the better of the two. A ratio is that
-of the medians over the rounds. `generate` samples a batch until its longest turn ends; tokens
-beyond a turn's own length are not counted for either side.
+side is measured with one thread and then with two and is given the better of the two. A ratio is
+that of the medians over the rounds; on a machine that does other work too, trust the last column.
+`generate` samples a batch until its longest turn ends; tokens beyond a turn's own length are not
+counted for either side.
 """
 
 import argparse
@@ -30,8 +31,6 @@ from areal_ray.engines.protocols import GenerationRequest, GenerationResult, Sam
 from areal_ray.engines.torch_generation import TorchGenerationEngine
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from tests.support.tiny_models import write_tiny_model
-
-THREADS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -142,9 +141,6 @@ class Generate:
             logprobs = torch.log_softmax(torch.stack(output.logits, 1), -1)
             logprobs.gather(2, output.sequences[:, longest:, None])
 
-    def close(self) -> None:
-        """Nothing to stop."""
-
 
 def without_stop_tokens(folder: Path) -> Path:
     """Remove every end-of-turn id from a model folder, so that lengths are ours to choose."""
@@ -181,28 +177,34 @@ def measure(
     return {name: Seconds(median(wall[name]), median(cpu[name])) for name in sides}
 
 
-def compare(folder: Path, rounds: int, quick: bool) -> list[dict[str, Any]]:
+def compare(
+    folder: Path, rounds: int, quick: bool, threads_tried: Sequence[int]
+) -> list[dict[str, Any]]:
     """One row for each load: tokens per second and threads of both sides, and their ratio."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    sides: dict[str, Engine | Generate] = {}
-    for threads in THREADS:
-        sides[f"engine/{threads}"] = Engine(folder, threads)
-        sides[f"generate/{threads}"] = Generate(model, threads)
+    tried = loads(model.config.vocab_size, quick)
+    medians: dict[tuple[str, str, int], Seconds] = {}
+    for threads in threads_tried:  # apart: idle OpenMP threads spin and would slow what follows
+        engine = Engine(folder, threads)
+        for load in tried:
+            pair = {"engine": engine, "generate": Generate(model, threads)}
+            for side, seconds in measure(pair, load, rounds).items():
+                medians[load.name, side, threads] = seconds
+        engine.close()
     rows = []
-    for load in loads(model.config.vocab_size, quick):
-        medians = measure(dict(sides), load, rounds)
+    for load in tried:
         row: dict[str, Any] = {"load": load.name, "tokens": load.num_tokens}
         for side in ("engine", "generate"):
-            threads = min(THREADS, key=lambda n, side=side: medians[f"{side}/{n}"].wall)
-            row[f"{side}_tokens_per_s"] = load.num_tokens / medians[f"{side}/{threads}"].wall
-            row[f"{side}_threads"] = threads
+            wall = {n: medians[load.name, side, n].wall for n in threads_tried}
+            best = min(wall, key=wall.__getitem__)
+            row[f"{side}_tokens_per_s"] = load.num_tokens / wall[best]
+            row[f"{side}_threads"] = best
+        ours, theirs = (medians[load.name, side, 1] for side in ("engine", "generate"))
         row["ratio"] = row["engine_tokens_per_s"] / row["generate_tokens_per_s"]
-        row["ratio_one_thread"] = medians["generate/1"].wall / medians["engine/1"].wall
-        row["ratio_one_thread_cpu"] = medians["generate/1"].cpu / medians["engine/1"].cpu
+        row["ratio_one_thread"] = theirs.wall / ours.wall
+        row["ratio_one_thread_cpu"] = theirs.cpu / ours.cpu
         rows.append(row)
-    for side in sides.values():
-        side.close()
     return rows
 
 
@@ -228,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="two loads, three rounds")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds, at least 5")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="1 is required")
     parser.add_argument("--model", type=Path, help="a model folder instead of the demo's size")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args(arguments)
@@ -244,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         else:
             write_tiny_model(folder, "qwen3", vocab_size=407)
         rounds = 3 if options.quick else options.rounds
-        rows = compare(without_stop_tokens(folder), rounds, options.quick)
+        rows = compare(without_stop_tokens(folder), rounds, options.quick, options.threads)
     print(table(rows))
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if options.json:

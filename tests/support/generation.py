@@ -24,6 +24,19 @@ class Served:
         self.engine = engine
         self.steps: queue.Queue[list[GenerationResult]] = queue.Queue()
         self.results: dict[str, GenerationResult] = {}
+        self.pause_after: str = ""
+
+    def receive(self, step: list[GenerationResult]) -> None:
+        """Called by the engine; stops it at once where a test wants to act in mid-turn."""
+        if any(result.request_id == self.pause_after for result in step):
+            self.engine.pause()
+        self.steps.put(step)
+
+    def run_until(self, request_id: str, requests: Sequence[GenerationRequest]) -> None:
+        """Submit, and leave the engine paused right after the step that ended one of them."""
+        self.pause_after = request_id
+        self.engine.submit(requests)
+        self.wait(request_id)
 
     def wait(self, *request_ids: str) -> list[GenerationResult]:
         """These requests' results, once all are there."""
@@ -44,7 +57,7 @@ def serving(folder: Path, *, version: int = 0, **config: Any) -> Iterator[Served
     """A running engine over a model folder, closed at the end."""
     engine = TorchGenerationEngine(folder, TorchGenerationConfig(**config), version=version)
     served = Served(engine)
-    engine.start(served.steps.put)
+    engine.start(served.receive)
     try:
         yield served
     finally:

@@ -211,9 +211,10 @@ def test_aborted_turns_come_back_with_what_was_sampled(folder):
     with serving(folder, max_slots=2) as served:
         never_stop(served.engine)
         long = [request(f"r{i}", random_prompt(i, 5), max_new_tokens=900) for i in range(3)]
-        served.engine.submit([long[0], request("probe", [5], max_new_tokens=1), *long[1:]])
-        served.wait("probe")
+        probe = request("probe", [5], max_new_tokens=1)
+        served.run_until("probe", [long[0], probe, *long[1:]])
         served.engine.abort(["r0", "r2", "unknown"])
+        served.engine.resume()
         running, waiting = served.wait("r0", "r2")
         served.engine.abort(["r1"])
         served.wait("r1")
@@ -301,19 +302,17 @@ def test_no_token_carries_the_version_of_weights_that_did_not_sample_it(folder, 
         engine = served.engine
         shapes = dict(engine.weight_shapes())
         engine.swap(forcing_weights(shapes, 100), 5, "keep")
-        engine.submit(
-            [request(f"r{i}", random_prompt(i, 6 + i), max_new_tokens=300) for i in range(6)]
-            + [request("probe", [5], max_new_tokens=1)]
-        )
-        served.wait("probe")
+        turns = [request(f"r{i}", random_prompt(i, 6 + i), max_new_tokens=60) for i in range(6)]
+        served.run_until("probe", [*turns, request("probe", [5], max_new_tokens=9)])
         idle_s = engine.swap(forcing_weights(shapes, 200), 6, policy)
+        engine.resume()
         served.engine.submit([request("after", [5], max_new_tokens=3)])
         results = served.wait(*[f"r{i}" for i in range(6)])
         (after,) = served.wait("after")
         assert engine.health().version == 6
         assert engine.health().idle_for_swap_s >= idle_s > 0.0
     for result in results:
-        assert len(result.token_ids) == 300
+        assert len(result.token_ids) == 60
         sampled_by = {5: 100, 6: 200}
         expected = [sampled_by[version] for version in result.versions.tolist()]
         assert result.token_ids.tolist() == expected
@@ -323,36 +322,31 @@ def test_no_token_carries_the_version_of_weights_that_did_not_sample_it(folder, 
     assert after.versions.tolist() == [6] * 3
 
 
-def test_turns_submitted_during_a_drain_wait_for_the_new_weights(folder):
-    with serving(folder) as served:
+def test_turns_that_wait_when_a_drain_begins_are_sampled_by_the_new_weights(folder):
+    with serving(folder, max_slots=2) as served:
         engine = served.engine
         shapes = dict(engine.weight_shapes())
         engine.swap(forcing_weights(shapes, 100), 1, "keep")
-        engine.submit(
-            [request("old", [5], max_new_tokens=600), request("probe", [5], max_new_tokens=1)]
-        )
-        served.wait("probe")
-        swap = threading.Thread(target=engine.swap, args=(forcing_weights(shapes, 200), 2, "drain"))
-        swap.start()
-        engine.pause()  # a drain goes on under pause, or it would never end
-        engine.submit([request("new", [5], max_new_tokens=5)])
-        swap.join(DEADLINE_S)
+        limits = {"probe": 3, "old": 20, "new": 5}
+        turns = [request(name, [5], max_new_tokens=limit) for name, limit in limits.items()]
+        served.run_until("probe", turns)
+        engine.swap(forcing_weights(shapes, 200), 2, "drain")  # goes on though paused
         engine.resume()
         old, new = served.wait("old", "new")
-    assert set(old.token_ids.tolist()) == {100}
-    # `new` may have entered before the drain began; either way tokens and versions agree.
-    expected = {1: 100, 2: 200}
-    assert new.token_ids.tolist() == [expected[version] for version in new.versions.tolist()]
+    assert old.token_ids.tolist() == [100] * 20
+    assert old.versions.tolist() == [1] * 20
+    assert new.token_ids.tolist() == [200] * 5
+    assert new.versions.tolist() == [2] * 5
 
 
 def test_after_recompute_a_running_turn_samples_exactly_from_the_new_weights(folder, other_folder):
     distance = {}
     for policy in ("keep", "recompute"):
         with serving(folder) as served:
-            sent = request("a", random_prompt(0, 30), seed=3, max_new_tokens=400)
-            served.engine.submit([sent, request("probe", [5], max_new_tokens=1)])
-            served.wait("probe")
+            sent = request("a", random_prompt(0, 30), seed=3, max_new_tokens=60)
+            served.run_until("probe", [sent, request("probe", [5], max_new_tokens=5)])
             served.engine.swap(tensors_of(other_folder), 1, policy)
+            served.engine.resume()
             (result,) = served.wait("a")
         new = result.versions == 1
         assert 0 < new.sum() < len(new)

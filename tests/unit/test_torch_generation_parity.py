@@ -134,8 +134,8 @@ def test_a_sibling_that_enters_late_copies_the_prompt_of_a_running_one(folders):
     with serving(folders["qwen3"]) as served:
         long = request("long", prompt, seed=1, key="g", max_new_tokens=200)
         probe = request("probe", random_prompt(4, 5), max_new_tokens=1)
-        served.engine.submit([long, probe])
-        served.wait("probe")
+        served.run_until("probe", [long, probe])
+        served.engine.resume()
         late = request("late", prompt, seed=2, key="g", max_new_tokens=30)
         (result,) = served.run([late])
     np.testing.assert_allclose(result.logprobs, hf_logprobs(model, late, result)[0], atol=1e-4)
