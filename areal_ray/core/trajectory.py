@@ -95,13 +95,13 @@ class Trajectory:
                     f"trajectory {self.episode_id}: {name} has {len(getattr(self, name))} entries, "
                     f"token_ids has {length}; they must match"
                 )
-        sampled = self.behaviour_logprobs[self.loss_mask]
-        if not np.isfinite(sampled).all():
+        mask = self.loss_mask
+        if not np.isfinite(self.behaviour_logprobs[mask]).all():
             raise ValueError(
                 f"trajectory {self.episode_id}: a sampled token has no finite behaviour log-prob; "
                 "the engine must report one for each token it samples"
             )
-        if (self.versions[self.loss_mask] < 0).any():
+        if self.versions[mask].min(initial=0) < 0:
             raise ValueError(
                 f"trajectory {self.episode_id}: a sampled token has no version; "
                 "the engine must stamp each token it samples"
@@ -164,11 +164,13 @@ def encode_group(group: Group) -> bytes:
     head = {"group_id": group.group_id, "task_id": group.task_id, "rows": rows}
     head_bytes = json.dumps(head, separators=(",", ":")).encode()
     head_bytes += b" " * (-(_HEADER.size + len(head_bytes)) % 8)  # columns start aligned
-    parts = [head_bytes]
-    for name, dtype in _COLUMNS:
-        for trajectory in group.trajectories:
-            parts.append(np.ascontiguousarray(getattr(trajectory, name), dtype=dtype).tobytes())
-        parts.append(b"\0" * (-sum(map(len, parts[1:])) % 8))
+    parts, num_bytes = [head_bytes], 0
+    for name, dtype in _COLUMNS if rows else ():
+        column = np.concatenate([getattr(t, name) for t in group.trajectories])
+        parts.append(column.astype(dtype, copy=False).tobytes())
+        num_bytes += len(parts[-1])
+        parts.append(b"\0" * (-num_bytes % 8))
+        num_bytes += len(parts[-1])
     body = b"".join(parts)
     deflated = len(body) < _DEFLATE_BELOW_BYTES
     packed = zlib.compress(body, level=1) if deflated else body
@@ -194,11 +196,12 @@ def decode_group(buffer: bytes | memoryview) -> Group:
         raise ValueError(f"encoded group has {len(body)} bytes, its header says {body_length}")
     head = json.loads(bytes(body[:head_length]))
     lengths = [row.pop("length") for row in head["rows"]]
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
     columns: dict[str, Any] = {}
     offset = head_length
     for name, dtype in _COLUMNS:
         column = np.frombuffer(body, dtype=dtype, count=sum(lengths), offset=offset)
-        columns[name] = np.split(column, np.cumsum(lengths)[:-1]) if lengths else []
+        columns[name] = [column[end - n : end] for n, end in zip(lengths, ends, strict=True)]
         offset += column.nbytes + (-(offset - head_length + column.nbytes) % 8)
     trajectories = []
     for i, row in enumerate(head["rows"]):
