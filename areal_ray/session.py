@@ -9,6 +9,7 @@ import logging
 import time
 import traceback
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from areal_ray.actors import ActorGraph, StartPoint
@@ -259,9 +260,17 @@ class Session:
         )
         summary = summarize(recipe.folder, end)
         write_summary(recipe.folder, summary)
-        report = write_report(recipe.folder) if records is not None else None
-        self._progress.stop(summary, report)
+        self._progress.stop(summary, self._report() if records is not None else None)
         return summary
+
+    def _report(self) -> Path | None:
+        try:
+            return write_report(self.recipe.folder)
+        except (ArithmeticError, LookupError, TypeError, ValueError, OSError) as error:
+            # A page that cannot be drawn must not cost the run its outcome.
+            _log.error("%s", "".join(traceback.format_exception(error)))
+            self._progress.on_event(f"report.html not written: {type(error).__name__}: {error}")
+            return None
 
 
 def root_cause(error: BaseException) -> BaseException:
