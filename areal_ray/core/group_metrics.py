@@ -3,7 +3,7 @@
 Values travel as (name, value, weight); names are declared in `areal_ray.telemetry.names`.
 """
 
-import numpy as np
+import statistics
 
 from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
 
@@ -50,8 +50,8 @@ def _rewards(rewards: list[float]) -> list[MetricValue]:
     if not rewards:
         return []
     return [
-        ("reward/mean", float(np.mean(rewards)), len(rewards)),
-        ("reward/group_std", float(np.std(rewards)), 1.0),
+        ("reward/mean", statistics.fmean(rewards), len(rewards)),
+        ("reward/group_std", statistics.pstdev(rewards), 1.0),
         ("reward/min", min(rewards), 1.0),
         ("reward/max", max(rewards), 1.0),
         ("reward/equal_groups", float(min(rewards) == max(rewards)), 1.0),
@@ -64,4 +64,4 @@ def _share(trajectories: list[Trajectory], reason: StopReason) -> float:
 
 
 def _num_turns(trajectory: Trajectory) -> int:
-    return len(np.unique(trajectory.turn_ids[trajectory.turn_ids >= 0]))
+    return len(set(trajectory.turn_ids.tolist()) - {-1})

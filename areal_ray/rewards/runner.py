@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from areal_ray.rewards.worker import FRAME
 _QUICK_S = 0.02
 """An episode scored faster than this is not worth a child of its own."""
 _GRACE_S = 0.5
+_READ_BYTES = 65536
 _START = (
     "import sys; sys.path[:0] = [sys.argv[1]]; from areal_ray.rewards.worker import main; "
     "main(sys.argv[2])"
@@ -39,6 +40,19 @@ _START = (
 class _Child:
     running: asyncio.subprocess.Process
     is_async: bool
+    unread: bytearray = field(default_factory=bytearray)
+    """Answers that came in one piece with an earlier one."""
+
+    def next_answer(self) -> dict[str, Any] | None:
+        """The next whole answer that has arrived."""
+        if len(self.unread) < FRAME.size:
+            return None
+        end = FRAME.size + FRAME.unpack_from(self.unread)[0]
+        if len(self.unread) < end:
+            return None
+        told: dict[str, Any] = json.loads(self.unread[FRAME.size : end])
+        del self.unread[:end]
+        return told
 
 
 class RewardRunner:
@@ -76,8 +90,16 @@ class RewardRunner:
         if not self._alive:
             self._idle.append(await self._spawn())
 
-    async def score(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
-        """One verdict a trajectory, in order; never raises for what the reward does."""
+    async def score(
+        self, task: Task, trajectories: Sequence[Trajectory], encoded: bytes | None = None
+    ) -> list[Scored]:
+        """One verdict a trajectory, in order; never raises for what the reward does.
+
+        Args:
+            task: Theirs.
+            trajectories: What to score.
+            encoded: The same as a group's payload, where the caller has it already.
+        """
         verdicts: list[Scored | None] = [None] * len(trajectories)
         waiting = deque(range(len(trajectories)))
         share = self._share(len(trajectories))
@@ -87,7 +109,10 @@ class RewardRunner:
                 async with self._seats:
                     mine = [waiting.popleft() for _ in range(min(share, len(waiting)))]
                     if mine:
-                        left = await self._score_share(task, trajectories, mine, verdicts)
+                        chosen = tuple(trajectories[i] for i in mine)
+                        payload = encoded if len(chosen) == len(trajectories) else None
+                        payload = payload or encode_group(Group("", task.id, chosen))
+                        left = await self._score_share((task, payload), mine, verdicts)
                         waiting.extendleft(reversed(left))
 
         num_lanes = -(-len(trajectories) // share) if trajectories else 0
@@ -108,23 +133,23 @@ class RewardRunner:
 
     async def _score_share(
         self,
-        task: Task,
-        trajectories: Sequence[Trajectory],
+        asked: tuple[Task, bytes],
         mine: Sequence[int],
         verdicts: list[Scored | None],
     ) -> list[int]:
         """Fill in verdicts; the episodes still to do when the child had to be killed."""
         child = self._idle.pop() if self._idle else await self._spawn()
-        chosen = tuple(trajectories[i] for i in mine)
-        frame = pickle.dumps((task, encode_group(Group("", task.id, chosen))))
+        frame = pickle.dumps(asked)
         left = list(mine)
         try:
             assert child.running.stdin is not None
             child.running.stdin.write(FRAME.pack(len(frame)) + frame)
             await child.running.stdin.drain()
             while left:
-                async with asyncio.timeout(self._config.timeout_s + _GRACE_S * child.is_async):
-                    told = await self._receive(child)
+                told = child.next_answer()
+                if told is None:
+                    async with asyncio.timeout(self._config.timeout_s + _GRACE_S * child.is_async):
+                        told = await self._receive(child)
                 scored = Scored(told["reward"], told["reason"], told["details"], told["seconds"])
                 index = mine[told["index"]]
                 verdicts[index] = scored
@@ -197,12 +222,11 @@ class RewardRunner:
 
     async def _receive(self, child: _Child) -> dict[str, Any]:
         assert child.running.stdout is not None
-        try:
-            (length,) = FRAME.unpack(await child.running.stdout.readexactly(FRAME.size))
-            body = await child.running.stdout.readexactly(length)
-        except asyncio.IncompleteReadError as error:
-            raise EOFError("the scoring process closed its pipe") from error
-        told: dict[str, Any] = json.loads(body)
+        while (told := child.next_answer()) is None:
+            arrived = await child.running.stdout.read(_READ_BYTES)
+            if not arrived:
+                raise EOFError("the scoring process closed its pipe")
+            child.unread += arrived
         return told
 
     async def _kill(self, child: _Child) -> None:

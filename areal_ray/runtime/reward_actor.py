@@ -88,7 +88,8 @@ class RewardActor:
         verdicts: dict[str, Scored] = {}
         if asked:
             await self.ready()
-            told = await self._runner.score(task, asked)
+            whole = bytes(payload) if len(asked) == len(group.trajectories) else None
+            told = await self._runner.score(task, asked, whole)
             verdicts = {t.episode_id: scored for t, scored in zip(asked, told, strict=True)}
         scored_group = replace(
             group, trajectories=tuple(_filled(t, verdicts) for t in group.trajectories)
