@@ -106,6 +106,8 @@ def explained(name: str, error: RayTaskError) -> ArealRayError:
 
 def reason_of_death(error: BaseException) -> str:
     """One line out of Ray's account of a death."""
+    if isinstance(error, ActorUnavailableError):  # Ray may restart it, and cannot say more yet
+        return "the connection to it broke"
     text = str(error)
     if "creation task" in text:  # the constructor raised: its last line says what
         return [line.strip() for line in text.splitlines() if line.strip()][-1][:300]

@@ -191,13 +191,16 @@ class SyncService:
             ActorLost: The learner or this service died.
         """
         deadline = time.monotonic() + self._patience_s
+        is_told = False
         while True:
             try:
                 return await call("param-sync", self.handle.publish.remote(version))
             except NoReplicaLeft as error:
                 if time.monotonic() > deadline:
                     raise
-                self._tell(f"publish of version {version} waits: {error}")
+                if not is_told:
+                    self._tell(f"publish waits for a rollout to come back ({error})")
+                    is_told = True
                 await asyncio.sleep(_RETRY_S)
 
     async def committed(self) -> Committed:

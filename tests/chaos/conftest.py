@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.ray_session import shared_ray
+from tests.support.whole_runs import runs as runs
 
 
 @pytest.fixture(scope="session")

@@ -229,6 +229,13 @@ def test_an_axis_covers_its_values_with_few_round_ticks(a, b):
     assert 2 <= len(axis.ticks) <= 8
 
 
+@pytest.mark.parametrize("low", [-1.7e-8, 1e6, 0.0])
+def test_values_that_differ_by_rounding_alone_have_an_axis_too(low):
+    axis = nice_axis(low, low * (1 + 1e-12))
+    assert axis.low < axis.high
+    assert axis.low <= low <= axis.high
+
+
 def test_a_long_run_has_a_page_that_a_browser_opens_at_once(tmp_path: Path):
     text = write_report(full_run(tmp_path, steps=3000)).read_text(encoding="utf-8")
     assert len(text) < 600_000

@@ -1,0 +1,59 @@
+"""How far whole runs let rollouts run ahead of the learner, token by token."""
+
+import pytest
+
+from areal_ray.telemetry.rows import read_rows
+from tests.support.whole_runs import (
+    Runs,
+    assert_books_balance,
+    episodes_of,
+    staleness_of,
+    steps_of,
+    trained_tasks,
+)
+
+SLOW = "agent.run=tests.support.digits:slow_tool"
+
+
+def test_synchronous_runs_train_on_every_token_at_staleness_0(runs: Runs) -> None:
+    summary = runs.run(
+        "sync", "admission.max_head_offpolicyness=0", SLOW, "agent.args.longest_s=0.1"
+    )
+    folder = runs.folder / "sync"
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", 6, 6)
+    assert steps_of(folder) == [1, 2, 3, 4, 5, 6]
+    episodes = episodes_of(folder)
+    assert {episode["step"] for episode in episodes} >= {1, 2, 3, 4, 5}
+    assert set().union(*map(staleness_of, episodes)) == {0}
+    assert summary.staleness.histogram == {"0": 24}
+    counts = assert_books_balance(folder)
+    assert (counts["trained"], counts["dropped"], counts["failed"]) == (24, 0, 0)
+    assert [len(groups) for groups in trained_tasks(folder)] == [4] * 6
+
+
+@pytest.mark.parametrize(("at_consumption", "bound"), [("drop", 1), ("wait", 2), ("mask", 1)])
+def test_asynchronous_runs_overlap_and_never_exceed_their_bound(
+    runs: Runs, at_consumption: str, bound: int
+) -> None:
+    summary = runs.run(
+        at_consumption,
+        f"admission.at_consumption={at_consumption}",
+        f"admission.max_head_offpolicyness={bound}",
+        SLOW,
+        "steps=10",
+    )
+    folder = runs.folder / at_consumption
+    assert (summary.outcome, summary.steps) == ("finished", 10)
+    episodes = episodes_of(folder)
+    if at_consumption == "mask":
+        rows = read_rows(folder / "metrics.jsonl")
+        assert max(row["staleness/max_versions"] for row in rows if row["kind"] == "step") >= 1
+    else:
+        assert max(set().union(*map(staleness_of, episodes))) <= bound
+        assert summary.staleness.max <= bound
+    # An episode whose tokens carry two versions was under way while the learner took a step.
+    assert any(first < last for first, last in (episode["versions"] for episode in episodes))
+    counts = assert_books_balance(folder)
+    if at_consumption != "drop":
+        assert counts["dropped"] == 0
+    assert counts["trained"] == 40

@@ -1,0 +1,71 @@
+"""Tasks, agents and rewards of the small runs; actors and scoring processes import them."""
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+from areal_ray.agents import Task
+
+_CALLS: Counter[str] = Counter()
+
+
+def tasks(num_tasks: int = 64) -> list[Task]:
+    """Short questions."""
+    return [
+        Task(f"t{n}", ({"role": "user", "content": f"Say {n % 10}"},), answer=str(n % 10))
+        for n in range(num_tasks)
+    ]
+
+
+# Agents
+
+
+async def slow_tool(
+    task: Task, client: Any, longest_s: float = 0.6, shortest_s: float = 0.0
+) -> None:
+    """A turn, a tool that takes a while, a turn."""
+    messages: list[Any] = list(task.messages)
+    reply = await client.chat.completions.create(messages=messages)
+    await asyncio.sleep(random.uniform(shortest_s, longest_s))
+    messages += [reply.choices[0].message, {"role": "tool", "content": "4"}]
+    await client.chat.completions.create(messages=messages)
+
+
+async def often_raises(task: Task, client: Any, share: float = 0.2) -> None:
+    """Raises after its turn, by chance."""
+    await client.chat.completions.create(messages=list(task.messages))
+    if random.random() < share:
+        raise RuntimeError("the tool broke")
+
+
+async def scripted(task: Task, client: Any) -> float:
+    """One token, and scores itself by chance: as cheap as an episode can be."""
+    await client.chat.completions.create(messages=list(task.messages), max_tokens=1)
+    return float(random.random() < 0.5)
+
+
+async def sleeps_after(task: Task, client: Any, calls: int = 0, seconds: float = 600.0) -> None:
+    """The first `calls` episodes of its actor go well, later ones take `seconds`."""
+    _CALLS["episodes"] += 1
+    await client.chat.completions.create(messages=list(task.messages))
+    if _CALLS["episodes"] > calls:
+        await asyncio.sleep(seconds)
+
+
+# Rewards
+
+
+def parity(task: Task, trajectory: Any) -> float:
+    """1 for replies of an odd sum of token ids: half of them, whatever the policy."""
+    return float(trajectory.token_ids[trajectory.loss_mask].sum() % 2)
+
+
+def always_raises(task: Task, trajectory: Any) -> float:
+    """Never scores."""
+    raise RuntimeError("judge unreachable")
+
+
+def always_equal(task: Task, trajectory: Any) -> float:
+    """Teaches nothing."""
+    return 1.0
