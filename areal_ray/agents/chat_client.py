@@ -58,7 +58,8 @@ class ChatMessage:
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         """The message as a mapping, as OpenAI's SDK names it."""
-        return asdict(self)
+        calls = [asdict(call) for call in self.tool_calls] if self.tool_calls else None
+        return {"content": self.content, "role": self.role, "tool_calls": calls}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def canonical(message: Any, index: int = 0) -> dict[str, Any]:
     Raises:
         ValueError: No role, content that is not text, or arguments that are not a JSON object.
     """
-    fields = _fields(message)
+    fields = message if type(message) is dict else _fields(message)
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"messages[{index}].role: is {role!r}; must be a string such as 'user'")
@@ -50,9 +50,11 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
     text = message["content"]
     if message["role"] == "assistant":
         text = text.strip()
+    if "tool_calls" not in message:
+        return message["role"], text, ()
     calls = tuple(
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
-        for call in message.get("tool_calls", ())
+        for call in message["tool_calls"]
     )
     return message["role"], text, calls
 
@@ -103,10 +105,10 @@ def _fields(message: Any) -> Mapping[str, Any]:
 
 
 def _text(content: Any, index: int) -> str:
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
+    if content is None:
+        return ""
     if isinstance(content, Sequence):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]

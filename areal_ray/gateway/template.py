@@ -61,10 +61,8 @@ class ChatTemplate:
         Raises:
             DataError: No usable tokenizer there, or it has no chat template.
         """
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+            tokenizer = _load_tokenizer(str(folder))
         except (OSError, ValueError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise DataError(f"{folder}: no tokenizer could be loaded: {first_line}") from error
@@ -190,6 +188,18 @@ def _short_key(messages: Sequence[Mapping[str, Any]], add_generation_prompt: boo
         return None
     told = tuple((m["role"], m["content"], m.get("name"), m.get("tool_call_id")) for m in messages)
     return told, add_generation_prompt
+
+
+def _load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a checkpoint folder or hub name."""
+    if (Path(folder) / "tokenizer.json").is_file():
+        # AutoTokenizer would import torch: some seconds of each agent actor's start, for nothing.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def _turn_enders(tokenizer: Any) -> list[int | None]:

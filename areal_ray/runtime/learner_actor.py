@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -22,14 +22,16 @@ from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.core.journal import JournalPlace, read_group_bytes
 from areal_ray.core.trajectory import Group, decode_group
-from areal_ray.engines.process_group import RankGroup, Rendezvous
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftConfig, SftEvaluation
-from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.sft_source import SftSource
-from areal_ray.runtime.weight_sender import WeightSender
+
+if TYPE_CHECKING:  # torch is imported where the actor runs, not in the driver that spawns it
+    from areal_ray.engines.process_group import Rendezvous
+    from areal_ray.engines.torch_train import TorchTrainEngine
+    from areal_ray.runtime.weight_sender import WeightSender
 
 T = TypeVar("T")
 Share = Sequence[Sequence[tuple[Any, JournalPlace | None]]]
@@ -83,6 +85,8 @@ class LearnerActor:
 
     async def open(self) -> str:
         """Rank 0: where the other ranks will find it."""
+        from areal_ray.engines.process_group import Rendezvous
+
         self._meeting = Rendezvous.open(ray.util.get_node_ip_address(), self._setup.num_ranks)
         return self._meeting.address
 
@@ -91,6 +95,10 @@ class LearnerActor:
         await self._on(self._work, self._start, address)
 
     def _start(self, address: str) -> None:
+        from areal_ray.engines.process_group import RankGroup
+        from areal_ray.engines.torch_train import TorchTrainEngine
+        from areal_ray.runtime.weight_sender import WeightSender
+
         setup = self._setup
         ranks = RankGroup.join(
             self._meeting or address,
@@ -195,11 +203,11 @@ class LearnerActor:
         if self._engine is not None:
             await self._on(self._work, self._engine.close)
 
-    def _ready(self) -> TorchTrainEngine:
+    def _ready(self) -> "TorchTrainEngine":
         assert self._engine is not None, "start() comes first"
         return self._engine
 
-    def _sends(self) -> WeightSender:
+    def _sends(self) -> "WeightSender":
         assert self._sender is not None, "start() comes first"
         return self._sender
 

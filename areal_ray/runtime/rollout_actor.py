@@ -28,7 +28,6 @@ from areal_ray.engines.protocols import (
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.rollout_config import RolloutConfig
-from areal_ray.runtime.weight_receiver import WeightReceiver
 
 T = TypeVar("T")
 
@@ -89,6 +88,8 @@ class RolloutActor:
         self._policy = config.on_weight_update
         self._incarnation = uuid4().hex[:12]
         self._engine = build_engine(model_path, config, version=version)
+        from areal_ray.runtime.weight_receiver import WeightReceiver  # imports torch
+
         self._receiver = WeightReceiver(self._engine.weight_shapes())
         self._clients: dict[str, str] = {}
         self._outboxes: defaultdict[str, _Outbox] = defaultdict(_Outbox)
