@@ -155,17 +155,22 @@ sys.stdin.read()
     child.communicate("", timeout=60)
 
 
-def submit(head: str, words: list[str]) -> subprocess.CompletedProcess[str]:
+def submit(head: str, words: list[str]) -> "subprocess.CompletedProcess[str]":
+    """What `ray job submit` says in the end, once the cluster's agent takes jobs at all."""
     ray = Path(sys.executable).with_name("ray")
-    return subprocess.run(
-        [str(ray), "job", "submit", "--address", head, "--working-dir", str(ROOT / "recipes"),
-         "--", "env", f"PYTHONPATH={ROOT}", "bash", "-c",
-         f"cd {ROOT} && exec " + " ".join(f"'{word}'" for word in words)],
-        env={**clean_environment(), "RAY_AUTH_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-        timeout=350,
-    )  # fmt: skip
+    inner = f"cd {ROOT} && exec " + " ".join(f"'{word}'" for word in words)
+    end = time.monotonic() + 120
+    while True:
+        done = subprocess.run(
+            [str(ray), "job", "submit", "--address", head, "--", "bash", "-c", inner],
+            env={**clean_environment(), "RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=350,
+        )
+        if "No available agent" not in done.stdout + done.stderr or time.monotonic() > end:
+            return done
+        time.sleep(1.0)
 
 
 @pytest.mark.timeout(500)
