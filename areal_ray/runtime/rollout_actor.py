@@ -28,6 +28,7 @@ from areal_ray.engines.protocols import (
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.rollout_config import RolloutConfig
+from areal_ray.runtime.turn_wire import ResultBatch
 
 T = TypeVar("T")
 
@@ -138,7 +139,7 @@ class RolloutActor:
             return []
         if linger_s > 0 and outbox.pending > len(outbox.results):
             await asyncio.sleep(linger_s)
-        results, outbox.results = outbox.results, []
+        results, outbox.results = ResultBatch(outbox.results), []
         outbox.filled.clear()
         outbox.pending -= len(results)
         return results

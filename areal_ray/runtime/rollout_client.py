@@ -21,6 +21,7 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
 from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError
 from areal_ray.runtime.fleet import explained, reason_of_death
+from areal_ray.runtime.turn_wire import RequestBatch
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class RolloutClient:
     async def _submit(self, lane: _Lane, requests: Sequence[GenerationRequest]) -> None:
         self.num_submits += 1
         try:
-            await lane.replica.submit.remote(self._client_id, requests)
+            await lane.replica.submit.remote(self._client_id, RequestBatch(requests))
         except _DEAD as error:
             self._lost(lane, error)
         except RayTaskError as error:
