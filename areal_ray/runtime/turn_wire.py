@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.engines.protocols import GenerationRequest, GenerationResult
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 
 Column = list[Any]
 
@@ -21,7 +21,8 @@ class RequestBatch(list[GenerationRequest]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         known: dict[int, int] = {}  # siblings share one sampling object
-        kinds, kind_of = [], []
+        kinds: list[SamplingConfig] = []
+        kind_of: list[int] = []
         for request in self:
             number = known.setdefault(id(request.sampling), len(kinds))
             if number == len(kinds):
@@ -98,7 +99,8 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[bytes, list[in
 
 def _cut(joined: bytes, dtype: type, lengths: Sequence[int]) -> list[NDArray[Any]]:
     """Inverse of `_joined`: read-only views."""
-    column, views, start = np.frombuffer(joined, dtype), [], 0
+    column: NDArray[Any] = np.frombuffer(joined, dtype)
+    views, start = [], 0
     for length in lengths:
         views.append(column[start : start + length])
         start += length
