@@ -64,7 +64,8 @@ async def collect(run: Run, lease: Lease) -> None:
         made, payload = await run.agents.run_group(lease)
         scored, payload = await run.rewards.score_group(lease, payload)
     except ActorLost as lost:
-        await fail(run, lease, f"actor lost: {lost}")
+        # One death takes many groups along; only who loses its actor again counts as a failure.
+        await fail(run, lease, f"actor lost: {lost}", is_counted=lease.attempt > 0)
         return
     run.records.collected(made, scored)
     verdict = judge(made, scored, run.admission)
@@ -82,7 +83,7 @@ async def collect(run: Run, lease: Lease) -> None:
         run.guard.succeeded()
 
 
-async def fail(run: Run, lease: Lease, reason: str) -> None:
+async def fail(run: Run, lease: Lease, reason: str, *, is_counted: bool = True) -> None:
     """End a group without a usable result; its task is tried again unless it used its attempts up.
 
     Raises:
@@ -94,7 +95,8 @@ async def fail(run: Run, lease: Lease, reason: str) -> None:
         run.tasks.retry(lease.task.id, lease.epoch, lease.attempt)
     await run.queue.forget(lease.group_id)
     await run.gate.fail()
-    run.guard.failed(reason)
+    if is_counted:
+        run.guard.failed(reason)
 
 
 async def learn(run: Run) -> None:

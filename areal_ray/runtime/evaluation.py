@@ -169,9 +169,9 @@ class EvaluationService:
         group_ids = [f"eval/{version}/{task.id}/{attempt}" for task in tasks]
         samples = self._config.n_samples
         made, payloads = await self._agents.submit_payload(
-            self._agents.least_busy(), "run_groups", tasks, group_ids, samples, seeds
+            await self._agents.least_busy(), "run_groups", tasks, group_ids, samples, seeds
         )
         scored = await self._rewards.submit(
-            self._rewards.least_busy(), "score_groups", payloads, tasks
+            await self._rewards.least_busy(), "score_groups", payloads, tasks
         )
         return list(zip(made, scored, strict=True))

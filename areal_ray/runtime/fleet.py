@@ -20,6 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_ray.errors import ActorLost, ArealRayError, EngineError
 
+_PROBE_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -135,14 +137,38 @@ class Fleet:
         self.role = role
         self.handles = dict(handles)
         self._calls = dict.fromkeys(self.handles, 0)
+        self._returns: dict[str, asyncio.Task[None]] = {}
 
     def names(self) -> list[str]:
         """Names of the members."""
         return list(self.handles)
 
-    def least_busy(self) -> str:
-        """Name of the member with the fewest calls of ours under way."""
-        return min(self._calls, key=self._calls.__getitem__)
+    async def least_busy(self) -> str:
+        """Name of the member with the fewest calls of ours under way, of those that answer.
+
+        While a lost one restarts, every call to it would fail at once and take its group along;
+        where all are lost this waits for one to come back, for as long as the caller does.
+        """
+        while True:
+            answering = [name for name in self.handles if name not in self._returns]
+            if answering:
+                return min(answering, key=self._calls.__getitem__)
+            await asyncio.wait(self._returns.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    def _miss(self, member: str) -> None:
+        """A member was lost: send it nothing until it answers again."""
+        if member not in self._returns:
+            self._returns[member] = asyncio.ensure_future(self._await_return(member))
+
+    async def _await_return(self, member: str) -> None:
+        while True:
+            try:
+                await call(member, self.handles[member].health.remote())
+            except ActorLost:
+                await asyncio.sleep(_PROBE_S)
+            else:
+                del self._returns[member]
+                return
 
     async def submit(self, member: str, method: str, *args: Any) -> Any:
         """Call one member and await its answer."""
@@ -150,6 +176,9 @@ class Fleet:
         try:
             remote = getattr(self.handles[member], method)
             return await call(member, remote.remote(*args))
+        except ActorLost:
+            self._miss(member)
+            raise
         finally:
             self._calls[member] -= 1
 
@@ -160,6 +189,9 @@ class Fleet:
             remote = getattr(self.handles[member], method).options(num_returns=2)
             summary, payload = remote.remote(*args)
             return await call(member, summary), payload
+        except ActorLost:
+            self._miss(member)
+            raise
         finally:
             self._calls[member] -= 1
 
@@ -171,5 +203,7 @@ class Fleet:
 
     def kill(self) -> None:
         """End every member now, for good."""
+        for probe in self._returns.values():
+            probe.cancel()
         for handle in self.handles.values():
             ray.kill(handle, no_restart=True)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,13 @@ from areal_ray.core.seeds import derive_seed
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation
+from areal_ray.errors import ActorLost
 from areal_ray.runtime.fleet import Fleet, call
 from areal_ray.runtime.membership import NoReplicaLeft
 from areal_ray.runtime.param_sync_actor import Committed, PublishReport
 
 _RETRY_S = 1.0
+_SCORE_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,11 @@ class AgentService:
         Raises:
             ActorLost: The agent actor, or a rollout it could not do without, died.
         """
-        member = self.fleet.least_busy()
-        self._tracker.enter(lease.group_id, member, "episodes")
         seed = derive_seed(self._seed, lease.epoch, lease.task.id, lease.attempt)
         try:
+            self._tracker.enter(lease.group_id, "agent", "restart")
+            member = await self.fleet.least_busy()
+            self._tracker.enter(lease.group_id, member, "episodes")
             return await self.fleet.submit_payload(
                 member, "run_group", lease.task, lease.group_id, self._n_samples, seed
             )
@@ -99,12 +103,21 @@ class RewardService:
         Raises:
             ActorLost: The reward actor died, or the payload died with its node.
         """
-        member = self.fleet.least_busy()
-        self._tracker.enter(lease.group_id, member, "reward")
         try:
-            return await self.fleet.submit_payload(member, "score_group", payload, lease.task)
+            for _ in range(_SCORE_TRIES - 1):  # the same answer each time, so it may be asked again
+                with suppress(ActorLost):
+                    return await self._score_group(lease, payload)
+            return await self._score_group(lease, payload)
         finally:
             self._tracker.leave(lease.group_id)
+
+    async def _score_group(
+        self, lease: Lease, payload: ObjectRef
+    ) -> tuple[ScoreSummary, ObjectRef]:
+        self._tracker.enter(lease.group_id, "reward", "restart")
+        member = await self.fleet.least_busy()
+        self._tracker.enter(lease.group_id, member, "reward")
+        return await self.fleet.submit_payload(member, "score_group", payload, lease.task)
 
 
 class LearnerService:
