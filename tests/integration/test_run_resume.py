@@ -1,0 +1,112 @@
+"""Runs that stop and go on: the same steps as if they had not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.whole_runs import (
+    Runs,
+    assert_books_balance,
+    episodes_of,
+    staleness_of,
+    steps_of,
+    trained_tasks,
+    until_step,
+)
+
+# Synchronous: which tasks a step takes is then fixed by the seed alone. Fewer tasks than the run
+# takes, so that it goes through more than one epoch.
+FIXED = (
+    "admission.max_head_offpolicyness=0",
+    "tasks.args.num_tasks=10",
+    "checkpoint.every_steps=1",
+)
+
+
+@pytest.fixture(scope="module")
+def straight(runs: Runs) -> Path:
+    """A run of six steps without a break."""
+    assert runs.run("straight", *FIXED).steps == 6
+    return runs.folder / "straight"
+
+
+def test_a_stopped_run_goes_on_with_the_tasks_versions_and_counts_it_would_have_had(
+    runs: Runs, straight: Path
+) -> None:
+    handle = runs.start("broken", *FIXED, "agent.run=tests.support.digits:slow_tool")
+    until_step(handle, 2)
+    handle.stop()
+    before = handle.wait(120)
+    assert before.outcome == "stopped"
+    assert 2 <= before.steps < 6
+    assert before.version == before.steps
+    resumed = runs.run("broken", *FIXED, resume=True)
+    folder = runs.folder / "broken"
+    assert (resumed.outcome, resumed.steps, resumed.version) == ("finished", 6, 6)
+    assert steps_of(folder) == [1, 2, 3, 4, 5, 6]
+    assert trained_tasks(folder) == trained_tasks(straight)
+    assert resumed.ledger.trained == 24
+    counts = resumed.ledger
+    ended = counts.trained + counts.dropped + counts.failed + counts.in_flight
+    assert counts.admitted == ended
+    assert resumed.staleness.histogram == {"0": 24}
+    assert set().union(*map(staleness_of, episodes_of(folder))) == {0}
+
+
+def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(
+    runs: Runs, straight: Path
+) -> None:
+    folder = runs.folder / "truncated"
+    shutil.copytree(straight, folder, ignore=shutil.ignore_patterns(".lock"))
+    model = folder / "checkpoints/step-000006/model.safetensors"
+    model.write_bytes(model.read_bytes()[:-100])
+    told: list[str] = []
+    resumed = runs.run("truncated", *FIXED, "steps=7", resume=True, progress=Listener(told))
+    assert (resumed.outcome, resumed.steps, resumed.version) == ("finished", 7, 7)
+    assert steps_of(folder) == [1, 2, 3, 4, 5, 6, 7]
+    assert any("step-000006" in line and "model.safetensors" in line for line in told)
+    assert any("resumes after step 5" in line for line in told)
+    assert trained_tasks(folder)[:6] == trained_tasks(straight)
+    assert resumed.ledger.trained == 28
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed_and_says_so(runs: Runs) -> None:
+    (runs.folder / "empty" / "checkpoints").mkdir(parents=True)
+    (runs.folder / "empty" / "recipe.yaml").write_text("")
+    error = runs.failure("empty", *FIXED, resume=True)
+    assert "no whole checkpoint" in str(error)
+
+
+def test_what_an_ended_run_leaves_is_whole(runs: Runs, straight: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    counts = assert_books_balance(straight)
+    assert (counts["trained"], counts["failed"], counts["dropped"]) == (24, 0, 0)
+    names = sorted(p.name for p in (straight / "checkpoints").iterdir() if p.is_dir())
+    assert names == ["step-000004", "step-000005", "step-000006"]
+    model = AutoModelForCausalLM.from_pretrained(straight / "model")
+    saved = AutoModelForCausalLM.from_pretrained(straight / "checkpoints/step-000006")
+    for ours, theirs in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    tokenizer = AutoTokenizer.from_pretrained(straight / "model")
+    assert tokenizer.chat_template
+    summary = json.loads((straight / "summary.json").read_text(encoding="utf-8"))
+    wanted = {
+        "outcome", "steps", "version", "wall_s", "eval", "reward", "staleness", "ledger",
+        "tokens", "publish", "driver", "seed",
+    }  # fmt: skip
+    assert wanted <= summary.keys()
+    assert "<svg" in (straight / "report.html").read_text(encoding="utf-8")
+
+
+class Listener:
+    """A display that only listens to events."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.on_event = told.append
+
+    def __getattr__(self, name: str):
+        return lambda *args, **fields: None
