@@ -1,0 +1,102 @@
+"""Actors of whole runs are killed: the run goes on and its books balance, or says who was lost."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from areal_ray.errors import ArealRayError
+from tests.support.whole_runs import (
+    Runs,
+    actor_of,
+    assert_books_balance,
+    episodes_of,
+    events_of,
+    pid_of,
+    staleness_of,
+    steps_of,
+    until,
+    until_step,
+)
+
+STEPS = 10
+SLOW = (
+    "agent.run=tests.support.digits:slow_tool",
+    "agent.args={shortest_s: 0.1, longest_s: 0.3}",
+    f"steps={STEPS}",
+)
+
+
+def kill(run_name: str, name: str) -> None:
+    os.kill(pid_of(run_name, name), signal.SIGKILL)
+
+
+def assert_ended_well(handle, *names: str, resumed: bool = False) -> None:
+    summary = handle.wait(250)
+    folder = handle.folder
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", STEPS, STEPS)
+    assert steps_of(folder) == list(range(1, STEPS + 1))
+    assert assert_books_balance(folder, resumed=resumed)["trained"] == 4 * STEPS
+    assert max(set().union(*map(staleness_of, episodes_of(folder)))) <= 2
+    for name in names:
+        lines = [line for line in summary.replaced if line.startswith(name)]
+        assert lines, f"nothing says that {name} died: {summary.replaced}"
+        assert any("back" in line for line in lines), lines
+
+
+def test_a_run_survives_the_death_of_its_only_rollout(runs: Runs) -> None:
+    handle = runs.start("rollout-killed", *SLOW)
+    until_step(handle, 2)
+    kill("rollout-killed", "rollout-0")
+    assert_ended_well(handle, "rollout-0")
+    assert "rollout-0" in events_of(handle.folder)
+
+
+def test_a_run_survives_the_death_of_one_of_two_rollouts(runs: Runs) -> None:
+    handle = runs.start("one-of-two", "rollout.replicas=2", *SLOW)
+    until_step(handle, 2)
+    kill("one-of-two", "rollout-1")
+    assert_ended_well(handle)
+    assert "rollout-1" in events_of(handle.folder)
+
+
+def test_a_run_survives_the_deaths_of_its_only_agent_and_reward_actors(runs: Runs) -> None:
+    handle = runs.start("agent-killed", *SLOW)
+    until_step(handle, 1)
+    kill("agent-killed", "agent-0")
+    until_step(handle, 4)
+    reward = actor_of("agent-killed", "reward-0")
+    scoring = ray.get(
+        reward.__ray_call__.remote(lambda self: [c.running.pid for c in self._runner._alive])
+    )
+    for pid in scoring:
+        os.kill(pid, signal.SIGKILL)
+    until_step(handle, 6)
+    kill("agent-killed", "reward-0")
+    assert_ended_well(handle, "agent-0", "reward-0")
+
+
+def test_a_run_that_lost_its_learner_says_so_within_a_minute_and_resumes(runs: Runs) -> None:
+    handle = runs.start("learner-killed", "checkpoint.every_steps=1", *SLOW)
+    until_step(handle, 3)
+    kill("learner-killed", "learner-0")
+    killed_s = time.monotonic()
+    with pytest.raises(ArealRayError, match="learner-0 died"):
+        handle.wait(120)
+    assert time.monotonic() - killed_s < 60
+    done = steps_of(handle.folder)[-1]
+    assert 3 <= done < STEPS
+    resumed = runs.start("learner-killed", "checkpoint.every_steps=1", *SLOW, resume=True)
+    assert_ended_well(resumed, resumed=True)
+
+
+def test_a_run_that_lost_its_param_sync_names_it(runs: Runs) -> None:
+    handle = runs.start("sync-killed", *SLOW)
+    until_step(handle, 1)
+    kill("sync-killed", "param-sync")
+    with pytest.raises(ArealRayError, match="param-sync died"):
+        handle.wait(120)
+    until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("sync-killed/")],
+          "the actors to end", 30)  # fmt: skip
