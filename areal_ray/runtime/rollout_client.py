@@ -1,9 +1,10 @@
 """Sends turns to the rollout fleet in few, fat actor calls, and brings their results back.
 
-Requests made within one tick of the event loop travel to a replica in one `submit`; one `collect`
-a replica is outstanding while anything is pending there. A request goes to the replica that holds
-its prefix unless that one is overloaded, else to the least loaded. When a replica dies its turns
-are sampled afresh, on another replica or on the same after its restart: nothing was recorded yet.
+Requests made within one tick of the event loop, or within `linger_s` while the replica is busy,
+travel to it in one `submit`; one `collect` a replica is outstanding while anything is pending
+there. A request goes to the replica that holds its prefix unless that one is overloaded, else to
+the least loaded. When a replica dies its turns are sampled afresh, on another replica or on the
+same after its restart: nothing was recorded yet.
 
 generate() waits for: its result; unblocked by the collector; bounded by `deadline_s`.
 """
@@ -59,7 +60,8 @@ class RolloutClient:
         replicas: Handles by name.
         client_id: Unique in the run; the replicas keep finished turns under it.
         deadline_s: Longest wait for one turn, restarts of replicas included.
-        linger_s: A replica waits so long for further turns once one has ended.
+        linger_s: A replica waits so long for further turns once one has ended, and turns for a busy
+            replica so long for each other.
         spill_requests: A prefix leaves its replica when that one has so many more requests
             pending than the least loaded.
         max_tries: Times one turn is given to a replica before the run hears of it.
@@ -130,11 +132,13 @@ class RolloutClient:
     def _route(self, pending: _Pending) -> None:
         lane = self._choose(pending.request.prefix_key)
         pending.tries += 1
+        # A busy replica takes new turns between two steps only: they may as well come together.
+        delay_s = self._linger_s if lane.pending else 0.0
         lane.pending[pending.request.request_id] = pending
         lane.outbox.append(pending.request)
         if not lane.is_flush_due:
             lane.is_flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush, lane)
+            asyncio.get_running_loop().call_later(delay_s, self._flush, lane)
 
     def _choose(self, prefix_key: str) -> _Lane:
         alive = [lane for lane in self._lanes if not lane.down_reason] or self._lanes
