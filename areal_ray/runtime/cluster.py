@@ -85,12 +85,25 @@ def connect(
         ray.init(address=address or "local", **options)
     except Exception as error:  # Ray raises a bare Exception where a node is slow to start
         raise PlacementError(_why_not(error, address)) from error
+    _mute()
     try:
         nodes = _wait_for_nodes(cluster, deadlines)
     except BaseException:
         ray.shutdown()
         raise
     return Connection(tuple(nodes), is_started_here=address is None, is_connected_here=True)
+
+
+def _mute() -> None:
+    """Keep Ray's node messages out of the console; the run tells of lost actors itself.
+
+    Ray prints a paragraph for each dead process and slow start into every driver, whatever
+    log_to_driver says. This ends the thread that does, the way ray.shutdown() ends it.
+    """
+    from ray._private.worker import global_worker
+
+    global_worker.threads_stopped.set()
+    global_worker.gcs_error_subscriber.close()
 
 
 def _check_address(address: str) -> None:
@@ -168,6 +181,11 @@ def _why_not(error: Exception, address: str | None) -> str:
         return (
             f"cluster: {where} runs other versions than this driver ({told}; cluster first). "
             "Both must be the same. Use the cluster's image, or one environment for both."
+        )
+    if address is not None and "InvalidAuthToken" in text:
+        return (
+            f"cluster.address: {where} asks for a token. Set RAY_AUTH_MODE=token, with the token "
+            "of its `ray start` in ~/.ray/auth_token or RAY_AUTH_TOKEN."
         )
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if address is not None:
