@@ -48,8 +48,9 @@ async def scripted(task: Task, client: Any) -> float:
 async def sleeps_after(task: Task, client: Any, calls: int = 0, seconds: float = 600.0) -> None:
     """The first `calls` episodes of its actor go well, later ones take `seconds`."""
     _CALLS["episodes"] += 1
+    number = _CALLS["episodes"]
     await client.chat.completions.create(messages=list(task.messages))
-    if _CALLS["episodes"] > calls:
+    if number > calls:
         await asyncio.sleep(seconds)
 
 
