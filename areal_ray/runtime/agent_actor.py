@@ -275,28 +275,31 @@ def _summary(
     failures = Counter(
         (str(a.end.outcome), a.end.reason) for a in attempts if not a.end.outcome.is_scored
     )
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     splits: Counter[str] = Counter()
     for attempt in attempts:
-        seconds.update(attempt.end.seconds)
-        splits.update(attempt.splits)
-    group = Group(group_id, task_id, tuple(usable))
+        for place, spent_s in attempt.end.seconds.items():
+            seconds[place] = seconds.get(place, 0.0) + spent_s
+        if attempt.splits:
+            splits.update(attempt.splits)
+    sampled = [np.zeros(0, np.int32), *(t.versions[t.loss_mask] for t in usable)]
+    versions = np.concatenate(sampled)
     return GroupSummary(
         group_id=group_id,
         task_id=task_id,
         num_usable=sum(a.end.outcome.is_scored for a in attempts),
-        oldest_version=group.oldest_version,
-        newest_version=max((t.newest_version for t in usable), default=-1),
-        num_tokens=group.num_tokens,
+        oldest_version=int(versions.min()) if len(versions) else -1,
+        newest_version=int(versions.max()) if len(versions) else -1,
+        num_tokens=sum(len(t.token_ids) for t in usable),
         longest_tokens=max((len(t.token_ids) for t in usable), default=0),
         shared_prefix_tokens=_shared_prefix(usable),
-        num_sampled_tokens=sum(t.num_sampled_tokens for t in usable),
+        num_sampled_tokens=len(versions),
         num_turns=sum(a.num_turns for a in attempts),
         payload_bytes=0,
         outcomes=dict(Counter(str(a.end.outcome) for a in attempts)),
         failures=tuple(Failure(*key, count) for key, count in failures.items()),
         splits=dict(splits),
-        seconds={place: float(s) for place, s in seconds.items()},
+        seconds=seconds,
     )
 
 
@@ -304,9 +307,7 @@ def _shared_prefix(usable: Sequence[Trajectory]) -> int:
     """Leading prompt tokens that are the same in all trajectories."""
     if not usable:
         return 0
-    first = usable[0]
-    shared = min(t.num_prompt_tokens for t in usable)
-    for other in usable[1:]:
-        differs = np.flatnonzero(first.token_ids[:shared] != other.token_ids[:shared])
-        shared = int(differs[0]) if len(differs) else shared
-    return shared
+    length = min(t.num_prompt_tokens for t in usable)
+    prompts = np.stack([t.token_ids[:length] for t in usable])
+    differs = np.flatnonzero((prompts != prompts[0]).any(axis=0))
+    return int(differs[0]) if len(differs) else length
