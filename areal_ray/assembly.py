@@ -45,6 +45,7 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     rewards = graph.rewards()
     sync = SyncService(sync_handle, patience_s=recipe.deadlines.start_s, tell=records.event)
     evaluation = _evaluation(graph, rewards, sync)
+    own = evaluation.fleets if evaluation is not None else []
     await graph.wait_until_loaded(learners)
     names = learners.names()
     await call(
@@ -75,7 +76,7 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
         sync=sync,
         evaluation=evaluation,
         checkpoints=CheckpointService(recipe.folder, recipe.checkpoint, learner),
-        supervisor=Supervisor(rollouts, [agents, rewards]),
+        supervisor=Supervisor(rollouts, [agents, rewards, *own]),
         records=records,
         waits=waits,
         tracker=tracker,
@@ -138,7 +139,7 @@ def _evaluation(graph: ActorGraph, rewards: Fleet, sync: SyncService) -> Evaluat
     return EvaluationService(
         recipe.evaluation,
         _held_out(graph),
-        replica=replicas.handles[EVALUATION],
+        replica=replicas,
         agents=graph.agents(EVALUATION_AGENT, replicas, sampling),
         rewards=rewards,
         sync=sync,

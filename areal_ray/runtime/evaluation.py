@@ -9,18 +9,18 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from ray.actor import ActorHandle
-
 from areal_ray.core.seeds import derive_seed
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
 from areal_ray.errors import ActorLost
-from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.fleet import Fleet
 from areal_ray.runtime.param_sync_actor import Committed
+from areal_ray.runtime.placement import EVALUATION
 from areal_ray.runtime.run_config import EvaluationConfig
 from areal_ray.runtime.services import SyncService
 
 _TRIES = 3
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class EvaluationService:
         config: EvaluationConfig,
         tasks: Sequence[Task],
         *,
-        replica: ActorHandle | None,
+        replica: Fleet | None,
         agents: Fleet,
         rewards: Fleet,
         sync: SyncService | None,
@@ -70,8 +70,8 @@ class EvaluationService:
         Args:
             config: What to evaluate and when.
             tasks: Held-out ones.
-            replica: The rollout actor that the agents use, to be brought to each pinned version;
-                null where there is one version only.
+            replica: The one rollout actor that the agents use, to be brought to each pinned
+                version; null where there is one version only.
             agents: Agent actors of its own.
             rewards: Reward actors, shared with training.
             sync: Where committed versions come from; null where there is one version only.
@@ -87,6 +87,11 @@ class EvaluationService:
         self._served = first_version
         self._seed = seed
         self._waiting: asyncio.Queue[Pinned | None] = asyncio.Queue()
+
+    @property
+    def fleets(self) -> list[Fleet]:
+        """Actors of its own, to be watched."""
+        return [self._agents] if self._replica is None else [self._replica, self._agents]
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether the version after `step` steps is evaluated."""
@@ -116,12 +121,11 @@ class EvaluationService:
             ActorLost: The replica could not be brought to the version.
         """
         started = time.monotonic()
-        await self._serve(pinned.committed)
         size = self._config.max_concurrent_tasks
         batches = [self._tasks[i : i + size] for i in range(0, len(self._tasks), size)]
         scores: list[tuple[GroupSummary, ScoreSummary]] = []
         for batch in batches:
-            scores += await self._attempt(batch, pinned.committed.version)
+            scores += await self._attempt(batch, pinned.committed)
         rewards = [reward for score in scores for reward in score[1].rewards]
         known = [reward for reward in rewards if reward is not None]
         asked = len(self._tasks) * self._config.n_samples
@@ -141,25 +145,30 @@ class EvaluationService:
     async def _serve(self, committed: Committed) -> None:
         if committed.version == self._served or self._replica is None:
             return
-        assert committed.plan is not None, "a version above the first always has a snapshot"
-        name = "evaluation replica"
-        load = self._replica.weights_load.remote(
-            committed.plan, committed.version, committed.snapshot
-        )
-        await call(name, load)
-        await call(name, self._replica.weights_swap.remote(committed.version))
+        name = await self._replica.least_busy()  # waits while it restarts
+        if committed.plan is not None:  # else nothing was published, and it was loaded with this
+            version, snapshot = committed.version, committed.snapshot
+            await self._replica.submit(name, "weights_load", committed.plan, version, snapshot)
+            await self._replica.submit(name, "weights_swap", version)
         self._served = committed.version
 
     async def _attempt(
-        self, tasks: Sequence[Task], version: int
+        self, tasks: Sequence[Task], committed: Committed
     ) -> list[tuple[GroupSummary, ScoreSummary]]:
         for attempt in range(_TRIES):
             try:
-                return await self._run(tasks, version, attempt)
+                await self._serve(committed)
+                scores = await self._run(tasks, committed.version, attempt)
             except ActorLost:
                 if attempt + 1 == _TRIES:
                     raise
-        raise AssertionError("unreachable")
+            else:
+                if all(_is_of(made, committed.version) for made, _ in scores):
+                    return scores
+            self._served = _UNKNOWN  # a restarted replica is back at the version it began with
+        raise ActorLost(
+            f"{EVALUATION}: was restarted each time version {committed.version} was scored"
+        )
 
     async def _run(
         self, tasks: Sequence[Task], version: int, attempt: int
@@ -175,3 +184,8 @@ class EvaluationService:
             await self._rewards.least_busy(), "score_groups", payloads, tasks
         )
         return list(zip(made, scored, strict=True))
+
+
+def _is_of(made: GroupSummary, version: int) -> bool:
+    """Whether every token was sampled from one version; true where none was sampled."""
+    return made.oldest_version in (version, -1) and made.newest_version in (version, -1)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from areal_ray.agents.episode import AgentConfig
 from areal_ray.engines.train_config import LearnerConfig
@@ -194,9 +195,10 @@ def reserve(layout: Layout, nodes: Sequence[NodeSupply], *, deadline_s: float) -
     """
     from ray.util.placement_group import placement_group
 
+    token = uuid4().hex[:6]  # runs that share a cluster may share a namespace too
     groups = {
         name: placement_group(
-            [_resources(bundle) for bundle in bundles], strategy="PACK", name=name
+            [_resources(bundle) for bundle in bundles], strategy="PACK", name=f"{name}/{token}"
         )
         for name, bundles in layout.groups.items()
     }

@@ -84,7 +84,7 @@ class Supervisor:
                     events.append(answer)
                 continue
             events += self._compare(name, answer)
-            if isinstance(answer, RolloutHealth):
+            if isinstance(answer, RolloutHealth) and name in self._rollouts.handles:
                 engines.append(answer)
         return Look(tuple(events), _reading(engines) if engines else None)
 

@@ -78,6 +78,17 @@ def test_a_run_survives_the_deaths_of_its_only_agent_and_reward_actors(runs: Run
     assert_ended_well(handle, "agent-0", "reward-0")
 
 
+def test_evaluations_go_on_under_the_right_version_after_their_replica_died(runs: Runs) -> None:
+    tasks = "{source: 'tests.support.digits:tasks', args: {num_tasks: 8}}"
+    handle = runs.start("evaluated", f"evaluation={{tasks: {tasks}, every_steps: 3}}", *SLOW)
+    until_step(handle, 1)
+    kill("evaluated", "evaluation")
+    assert_ended_well(handle, "evaluation")
+    points = handle.wait(1).eval.curve
+    assert [(point.step, point.version) for point in points] == [(n, n) for n in (0, 3, 6, 9, 10)]
+    assert all(point.accuracy is not None and point.episodes == 8 for point in points)
+
+
 def test_a_run_that_lost_its_learner_says_so_within_a_minute_and_resumes(runs: Runs) -> None:
     handle = runs.start("learner-killed", "checkpoint.every_steps=1", *SLOW)
     until_step(handle, 3)

@@ -1,0 +1,115 @@
+"""Users' code, tasks and machines misbehave: what a run then does and says."""
+
+import json
+import time
+
+import pytest
+import ray
+
+from areal_ray.errors import ArealRayError, TooManyFailures
+from areal_ray.telemetry.rows import read_rows
+from tests.support.whole_runs import (
+    Runs,
+    actor_of,
+    assert_books_balance,
+    steps_of,
+    until,
+    until_step,
+)
+
+
+def test_a_reward_that_always_raises_stops_the_run_with_its_reason(runs: Runs) -> None:
+    error = runs.failure("no-reward", "reward.score=tests.support.digits:always_raises")
+    assert isinstance(error, TooManyFailures)
+    assert "judge unreachable" in str(error)
+    assert error.exit_code == 1
+    summary = json.loads((runs.folder / "no-reward/summary.json").read_text(encoding="utf-8"))
+    assert summary["outcome"] == "failed"
+    assert "judge unreachable" in summary["failure"]
+
+
+def test_after_a_failed_run_nothing_is_left_and_the_next_one_starts(runs: Runs) -> None:
+    """And in that next one a fifth of the agents raise: every step is full all the same."""
+    from ray.util.placement_group import placement_group_table
+
+    def held() -> set[str]:
+        table = placement_group_table()
+        return {group for group, entry in table.items() if entry["state"] != "REMOVED"}
+
+    before = held()
+    runs.failure("fails-first", "reward.score=tests.support.digits:always_raises")
+    names = ray.util.list_named_actors
+    until(lambda: not [n for n in names() if n.startswith("fails-first/")], "its actors to end", 30)
+    until(lambda: held() <= before, "its placement groups to be removed", 30)
+    summary = runs.run("raising", "agent.run=tests.support.digits:often_raises")
+    assert (summary.outcome, summary.steps) == ("finished", 6)
+    assert assert_books_balance(runs.folder / "raising")["trained"] == 24
+    rows = read_rows(runs.folder / "raising/metrics.jsonl")
+    assert sum(row["agent/agent_error_episodes"] for row in rows) > 0
+
+
+def test_an_agent_that_sleeps_for_ever_is_cut_at_its_limit_and_replaced(runs: Runs) -> None:
+    summary = runs.run(
+        "sleeper",
+        "agent.run=tests.support.agents:one_sleeps",
+        "agent.timeout_s=3",
+        "admission.n_samples=8",
+        "admission.groups_per_step=1",
+        "steps=3",
+    )
+    assert (summary.outcome, summary.steps) == ("finished", 3)
+    counts = assert_books_balance(runs.folder / "sleeper")
+    assert counts["trained"] == 3
+    rows = read_rows(runs.folder / "sleeper/metrics.jsonl")
+    assert sum(row["agent/timeout_episodes"] for row in rows) >= 1
+
+
+def test_an_error_in_the_learner_is_the_one_that_is_told(runs: Runs) -> None:
+    handle = runs.start("learner-error", "steps=200")
+    until_step(handle, 1)
+
+    def lose_device(self):
+        def fail(gradient):
+            raise ValueError("device lost")
+
+        next(iter(self._engine._model.parameters())).register_hook(fail)
+
+    ray.get(actor_of("learner-error", "learner-0").__ray_call__.remote(lose_device))
+    with pytest.raises(ArealRayError) as told:
+        handle.wait(120)
+    assert "learner-0: ValueError: device lost" in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+
+
+def test_groups_that_never_teach_anything_stop_the_run_at_their_budget(runs: Runs) -> None:
+    error = runs.failure(
+        "equal",
+        "reward.score=tests.support.digits:always_equal",
+        "admission.drop_equal_rewards=true",
+        "admission.max_refill_rounds=3",
+    )
+    assert isinstance(error, TooManyFailures)
+    assert "12 groups in a row were dropped (equal_rewards)" in str(error)
+    counts = assert_books_balance(runs.folder / "equal")
+    assert counts["dropped"] >= 12
+    assert counts["trained"] == 0
+
+
+def test_a_run_at_its_last_step_does_not_wait_for_slow_rollouts(runs: Runs) -> None:
+    handle = runs.start(
+        "slow-rollouts",
+        "agent.run=tests.support.digits:sleeps_after",
+        "agent.args={calls: 8, seconds: 600}",
+        "agent.timeout_s=700",
+        "steps=2",
+        "admission.groups_per_step=1",
+        "admission.max_head_offpolicyness=12",
+    )
+    until_step(handle, 2)
+    reached_s = time.monotonic()
+    summary = handle.wait(60)
+    assert time.monotonic() - reached_s < 30
+    assert (summary.outcome, summary.steps) == ("finished", 2)
+    counts = assert_books_balance(handle.folder)
+    assert counts["in_flight"] >= 10
+    assert steps_of(handle.folder) == [1, 2]
