@@ -163,7 +163,7 @@ async def watch(run: Run) -> None:
     while True:
         look = await run.supervisor.look()
         for event in look.events:
-            run.records.event(event, of_actor=True)
+            run.records.event(event, is_return=event in look.returns)
         run.records.fleet(look.reading)
         run.records.status(run.counts())
         await asyncio.sleep(run.watch_every_s)

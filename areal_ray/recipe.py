@@ -288,7 +288,8 @@ def evaluation_of(recipe: Recipe, run: Path | None, overrides: Sequence[str] = (
     """
     changes = []
     if recipe.kind != "eval":
-        changes += ["kind=eval", "admission=null", "sft=null", f"name={recipe.name}-eval"]
+        changes += ["kind=eval", "steps=0", "admission=null", "sft=null"]
+        changes.append(f"name={recipe.name}-eval")
     if run is not None:
         model = run / MODEL_FOLDER
         if not (model / "config.json").is_file():

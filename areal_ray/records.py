@@ -93,9 +93,9 @@ class Records:
         stale = reason == TOO_STALE
         self._window.add("queue/dropped_groups" if stale else "admission/filtered_groups", 1)
 
-    def event(self, text: str, *, of_actor: bool = False) -> None:
-        """Something a user should read, such as an actor that died or came back."""
-        if of_actor:
+    def event(self, text: str, *, is_return: bool = False) -> None:
+        """Something a user should read; `is_return`: an actor that died is back."""
+        if is_return:
             self.replaced.append(text)
         _log.info("%s", text)
         self._progress.on_event(text)

@@ -81,10 +81,7 @@ def connect(
         }
     else:
         _check_address(address)
-    try:
-        ray.init(address=address or "local", **options)
-    except Exception as error:  # Ray raises a bare Exception where a node is slow to start
-        raise PlacementError(_why_not(error, address)) from error
+    _init(address, options)
     _mute()
     try:
         nodes = _wait_for_nodes(cluster, deadlines)
@@ -92,6 +89,22 @@ def connect(
         ray.shutdown()
         raise
     return Connection(tuple(nodes), is_started_here=address is None, is_connected_here=True)
+
+
+def _init(address: str | None, options: dict[str, Any]) -> None:
+    """ray.init; a Ray of our own gets a second try, since it gives a busy machine 30 s only."""
+    import ray
+
+    tries = 2 if address is None else 1
+    for attempt in range(1, tries + 1):
+        try:
+            ray.init(address=address or "local", **options)
+        except Exception as error:  # Ray raises a bare Exception where a node is slow to start
+            ray.shutdown()
+            if attempt == tries:
+                raise PlacementError(_why_not(error, address)) from error
+        else:
+            return
 
 
 def _mute() -> None:

@@ -54,6 +54,9 @@ class Look:
     """What one look found."""
 
     events: tuple[str, ...]
+    """A line for each actor that died, came back or fell silent."""
+    returns: tuple[str, ...]
+    """Of these, the actors that were restarted."""
     reading: FleetReading | None
 
 
@@ -76,6 +79,7 @@ class Supervisor:
             )
         )
         events: list[str] = []
+        returns: list[str] = []
         engines: list[RolloutHealth] = []
         for name, answer in answers:
             if isinstance(answer, str):
@@ -83,10 +87,12 @@ class Supervisor:
                     self._silent.add(name)
                     events.append(answer)
                 continue
-            events += self._compare(name, answer)
+            returned = self._compare(name, answer)
+            events += returned
+            returns += returned
             if isinstance(answer, RolloutHealth) and name in self._rollouts.handles:
                 engines.append(answer)
-        return Look(tuple(events), _reading(engines) if engines else None)
+        return Look(tuple(events), tuple(returns), _reading(engines) if engines else None)
 
     def _compare(self, name: str, health: Any) -> list[str]:
         before = self._incarnations.get(name)

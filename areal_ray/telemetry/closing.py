@@ -35,7 +35,10 @@ def closing_lines(
 
 def outcome_line(summary: Summary) -> str:
     """How it ended, in one line."""
-    took = f"{summary.steps} of {summary.planned_steps} steps in {duration_text(summary.wall_s)}"
+    wall = duration_text(summary.wall_s)
+    took = f"{summary.steps} of {summary.planned_steps} steps in {wall}"
+    if summary.kind == "eval":
+        took = f"scored in {wall}" if summary.outcome == "finished" else wall
     if summary.outcome == "failed":
         return f"{summary.name} failed after {took}: {summary.failure or 'no reason known'}"
     return f"{summary.name} {summary.outcome}: {took}"
@@ -80,7 +83,8 @@ def summary_facts(summary: Summary) -> list[tuple[str, str]]:
     facts: list[tuple[str, str]] = []
     evaluation, reward, staleness = summary.eval, summary.reward, summary.staleness
     if evaluation.after is not None:
-        before = f"{evaluation.before:.3f} -> " if evaluation.before is not None else ""
+        has_before = evaluation.before is not None and summary.kind != "eval"
+        before = f"{evaluation.before:.3f} -> " if has_before else ""
         facts.append(("held-out", f"{before}{evaluation.after:.3f}"))
     if reward.first is not None and reward.last is not None:
         facts.append(("reward", f"{reward.first:.3f} -> {reward.last:.3f}"))

@@ -53,9 +53,24 @@ def _task(row: dict[str, Any], where: str, task_id: str, instruction: str) -> Ta
 def _from_hub(hub: str, split: str) -> list[dict[str, Any]]:
     try:
         from datasets import load_dataset
+        from huggingface_hub import dataset_info
     except ImportError as error:
         raise DataError(
             f"tasks.args: loading '{hub}' needs the package 'datasets', which is not installed. "
             "pip install datasets, or give path: a JSONL file"
         ) from error
+    if not _is_cached(hub):
+        try:  # told in seconds: `datasets` itself tries for a minute
+            dataset_info(hub, timeout=3.0)
+        except Exception as error:  # whatever the hub client and its transports raise
+            raise DataError(
+                f"tasks.args: the hub does not answer for '{hub}' ({type(error).__name__}). "
+                "Give path: a JSONL file, or go online once to fill the cache"
+            ) from error
     return [dict(row) for row in load_dataset(hub, "main", split=split)]
+
+
+def _is_cached(hub: str) -> bool:
+    from datasets.config import HF_DATASETS_CACHE
+
+    return (HF_DATASETS_CACHE / hub.replace("/", "___")).is_dir()
