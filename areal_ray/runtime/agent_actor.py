@@ -37,6 +37,7 @@ from areal_ray.engines.protocols import GenerationRequest, GenerationResult, Sam
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.runtime.fleet import reach
+from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.rollout_client import RolloutClient
 from areal_ray.telemetry.episodes import EpisodeLog, episode_lines
 
@@ -115,6 +116,7 @@ class AgentActor:
         self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
         self._num_episodes = 0
         self._told: set[str] = set()
+        collect_rarely()
 
     async def run_group(
         self, task: Task, group_id: str, n_samples: int, seed: int

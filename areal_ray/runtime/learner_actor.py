@@ -25,6 +25,7 @@ from areal_ray.core.trajectory import Group, decode_group
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftConfig, SftEvaluation
 from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.sft_source import SftSource
 
@@ -127,6 +128,7 @@ class LearnerActor:
                 rank=self._rank,
                 num_ranks=setup.num_ranks,
             )
+        collect_rarely()
 
     # Training
 

@@ -19,6 +19,7 @@ from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Group, Outcome, Trajectory, decode_group, encode_group
 from areal_ray.rewards.reward import RewardConfig, Scored
 from areal_ray.rewards.runner import RewardRunner
+from areal_ray.runtime.garbage import collect_rarely
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class RewardActor:
         self._segments = SegmentWriter(Path(journal), name) if journal is not None else None
         self._starting = asyncio.Lock()
         self._num_scored = 0
+        collect_rarely()
 
     async def ready(self) -> None:
         """Start a scoring process.

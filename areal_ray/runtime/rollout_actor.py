@@ -26,6 +26,7 @@ from areal_ray.engines.protocols import (
     GenerationResult,
 )
 from areal_ray.runtime.fleet import reach
+from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.turn_wire import ResultBatch
@@ -100,6 +101,7 @@ class RolloutActor:
         if sync and not pinned:
             self._catch_up(reach(sync))
         self._engine.start(self._on_results)
+        collect_rarely()
 
     def _catch_up(self, sync: Any) -> None:
         committed = ray.get(sync.committed.remote())
