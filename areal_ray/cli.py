@@ -19,7 +19,7 @@ import typer
 from areal_ray.errors import ArealRayError
 
 if TYPE_CHECKING:
-    from areal_ray.launch import RunHandle
+    from areal_ray.handle import RunHandle
     from areal_ray.recipe import Recipe
 
 DEMO_RECIPE = Path("recipes/calculator/grpo.yaml")
@@ -210,7 +210,7 @@ def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) 
 
     preflight(recipe, resume=resume, overwrite=overwrite)  # tells before the heavy imports
 
-    from areal_ray.launch import launch
+    from areal_ray.handle import launch
 
     handle = launch(recipe, resume=resume, overwrite=overwrite, is_checked=True)
     raise typer.Exit(_follow(handle))

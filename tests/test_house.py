@@ -25,7 +25,7 @@ FLOORS = [
     {"engines"},
     {"runtime"},
     {
-        *("driver", "recipe", "run", "records", "launch", "assembly", "prepare"),
+        *("driver", "recipe", "run", "records", "handle", "assembly", "prepare"),
         *("preflight", "plan", "run_listing", "actors", "session"),
     },
     {"cli"},

@@ -217,7 +217,8 @@ def test_seconds_tell_the_model_from_everything_else():
         await asyncio.sleep(0.1)
 
     seconds = world.run(agent).seconds
-    assert 0.05 <= seconds["model"] < seconds["tool"]
+    assert seconds["model"] >= 0.05
+    assert seconds["tool"] >= 0.1
 
 
 def test_an_agent_that_could_not_be_called_is_refused_before_anything_starts():
