@@ -68,15 +68,16 @@ def role_of(process: psutil.Process) -> str:
 
 
 _WORDS = {
-    "ray::AgentActor": "agent",
-    "ray::RewardActor": "reward",
+    "AgentActor": "agent",
+    "RewardActor": "reward",
     "areal_ray.rewards.worker": "reward's child",
-    "ray::ParamSyncActor": "param-sync",
-    "ray::RolloutActor": "rollout",
-    "ray::LearnerActor": "learner",
+    "ParamSyncActor": "param-sync",
+    "RolloutActor": "rollout",
+    "LearnerActor": "learner",
     "ray::IDLE": "idle workers",
     "gcs_server": "gcs",
     "raylet/raylet": "raylet",
+    "DashboardAgent": "Ray's agents",
     "dashboard/agent.py": "Ray's agents",
     "runtime_env/agent": "Ray's agents",
     "ray/_private": "Ray's agents",
