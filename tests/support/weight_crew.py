@@ -15,7 +15,6 @@ from areal_ray.runtime.param_sync_actor import ParamSyncActor, PublishReport
 from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import TINY, LearnerStandIn, ReplicaStandIn, Shapes, tensors
 
-
 PATIENCE_S = 60.0
 """For an actor to start or restart on a machine with more to do."""
 
