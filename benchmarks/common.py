@@ -88,14 +88,18 @@ class Window:
 
 
 @contextmanager
-def ray_session() -> Iterator[None]:
-    """The Ray that all runs of a benchmark share."""
+def ray_session(num_cpus: int | None = None) -> Iterator[None]:
+    """The Ray that all runs of a benchmark share.
+
+    Args:
+        num_cpus: What Ray shall believe there is, for several runs at once; None = what there is.
+    """
     import ray
 
     from areal_ray.runtime.cluster import connect
     from areal_ray.runtime.run_config import ClusterConfig, DeadlinesConfig, SchedulerConfig
 
-    connection = connect(ClusterConfig(), SchedulerConfig(), DeadlinesConfig())
+    connection = connect(ClusterConfig(num_cpus=num_cpus), SchedulerConfig(), DeadlinesConfig())
     try:
         yield
     finally:
@@ -107,8 +111,19 @@ def run(
     recipe: str, overrides: Iterable[str], on_step: Callable[[StepView], None] | None = None
 ) -> Finished:
     """One run by `areal_ray.launch`, to its end."""
+    return end_of(start(recipe, overrides, on_step))
+
+
+def start(
+    recipe: str, overrides: Iterable[str], on_step: Callable[[StepView], None] | None = None
+) -> Any:
+    """The handle of a run that has begun."""
     loaded = recipe_of(recipe, overrides)
-    handle = areal_ray.launch(loaded, overwrite=True, progress=Watcher(on_step))
+    return areal_ray.launch(loaded, overwrite=True, progress=Watcher(on_step))
+
+
+def end_of(handle: Any) -> Finished:
+    """Wait for a run's end."""
     summary = handle.wait()
     return Finished(handle.metrics(), summary)
 
