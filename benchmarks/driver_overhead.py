@@ -11,8 +11,10 @@ learner the one thread that computes is told apart by its name in the table; eve
 has nothing to compute; its publish after each step is real.
 """
 
+import re
+import shutil
+import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,8 +39,8 @@ class Reading:
     """Seconds by role."""
     engine_threads: dict[str, dict[int, float]]
     """Seconds of each thread of the actors that hold an engine."""
-    sent_bytes: float
-    at_s: float
+    socket_bytes: float
+    """Sent and received by the driver's TCP sockets, Ray's own messages included."""
 
 
 def read() -> Reading:
@@ -55,7 +57,22 @@ def read() -> Reading:
                 threads[role] = {t.id: t.user_time + t.system_time for t in process.threads()}
         except psutil.NoSuchProcess:
             continue
-    return Reading(dict(seconds), threads, 0.0, time.monotonic())
+    return Reading(dict(seconds), threads, socket_bytes(me.pid))
+
+
+def socket_bytes(pid: int) -> float:
+    """Bytes that a process's open TCP connections have carried; 0 where `ss` is not installed."""
+    if shutil.which("ss") is None:
+        return 0.0
+    command = ["ss", "-tniHp", "state", "established"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    lines = iter(told.splitlines())
+    total = 0.0
+    for line in lines:
+        if f"pid={pid}," in line:
+            counts = re.findall(r"bytes_(?:sent|received):(\d+)", next(lines, ""))
+            total += sum(map(int, counts))
+    return total
 
 
 def role_of(process: psutil.Process) -> str:
@@ -93,7 +110,9 @@ class Cost:
     seconds: dict[str, float]
     """CPU seconds by role; engine threads apart."""
     driver_bytes: float
-    """Per trajectory, as the run counts them."""
+    """Per trajectory, as the run counts them: summaries, and payloads that Ray carries inline."""
+    socket_bytes: float
+    """Per trajectory, as the kernel counts them on the driver's TCP connections."""
 
     def per_trajectory_ms(self, *roles: str) -> float:
         """CPU milliseconds of these roles."""
@@ -113,6 +132,7 @@ class Cost:
             "driver_ms": self.per_trajectory_ms("driver"),
             "all_ms": self.per_trajectory_ms(*self.counted),
             "driver_bytes": self.driver_bytes,
+            "socket_bytes": self.socket_bytes,
         }
 
 
@@ -128,11 +148,13 @@ def measure(num_trajectories: int) -> Cost:
     with tempfile.TemporaryDirectory() as scratch:
         done = run("recipes/calculator/grpo.yaml", _overrides(Path(scratch), steps), on_step)
     window = done.between(SKIP)
+    trajectories = int(window.total("agent/episodes"))
     return Cost(
-        trajectories=int(window.total("agent/episodes")),
+        trajectories=trajectories,
         wall_s=window.seconds,
         seconds=_difference(readings[SKIP], readings[steps]),
-        driver_bytes=window.total("driver/bytes") / window.total("agent/episodes"),
+        driver_bytes=window.total("driver/bytes") / trajectories,
+        socket_bytes=(readings[steps].socket_bytes - readings[SKIP].socket_bytes) / trajectories,
     )
 
 
@@ -180,6 +202,10 @@ def table(costs: Sequence[Cost]) -> str:
         lines.append(f"{name:26} {spread(values)} ms; promised < {PROMISED_MS[name]}: {verdict}")
     verdict = "met" if median(sizes) < 1024 else "NOT met"
     lines.append(f"{'bytes through the driver':26} {spread(sizes, 0)}; promised < 1024: {verdict}")
+    sockets = [cost.socket_bytes for cost in costs]
+    lines.append(
+        f"{'... on its TCP sockets':26} {spread(sockets, 0)} (Ray's own messages included)"
+    )
     lines.append(f"{'trajectories per second':26} {spread(rate, 0)}")
     return "\n".join(lines)
 
