@@ -15,6 +15,7 @@ def shared_ray() -> Iterator[None]:
     # One thread an actor: more would fight for the cores.
     env = {"OMP_NUM_THREADS": "1"}
     ray.init(
+        address="local",  # also beside a cluster that `ray start` left running
         num_cpus=8,
         include_dashboard=False,
         object_store_memory=512 * 1024**2,
