@@ -37,7 +37,7 @@ def _examples():
 
 def _config():
     return LearnerConfig(
-        engine=TorchTrainConfig(dtype="float64", max_tokens_per_mb=80, collective_timeout_s=30.0),
+        engine=TorchTrainConfig(dtype="float64", max_tokens_per_mb=80, collective_timeout_s=200.0),
         # See test_torch_train: a small eps would blow rounding up.
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=2),
     )
@@ -74,7 +74,7 @@ def _run(folder, ranks, outbox):
 
 def _rank_main(folder, address, rank, size, outbox):
     torch.set_num_threads(1)
-    ranks = RankGroup.join(address, rank, size, timeout_s=60)
+    ranks = RankGroup.join(address, rank, size, timeout_s=200)
     torch.save(_run(folder, ranks, outbox), Path(outbox) / f"rank-{rank}.pt")
     ranks.close()
 
@@ -105,7 +105,7 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, spawn):
     other_start = write_tiny_model(tmp_path / "other", seed=99)
     (tmp_path / "two").mkdir()
     (tmp_path / "one").mkdir()
-    meeting = Rendezvous.open("127.0.0.1", 2)
+    meeting = Rendezvous.open("127.0.0.1", 2, timeout_s=200.0)
     # Rank 1 loads other weights: what counts is rank 0's.
     processes = [
         spawn(_rank_main, folder if rank == 0 else other_start, meeting.address, rank, 2,
@@ -114,7 +114,7 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, spawn):
     ]  # fmt: skip
     alone = _run(folder, RankGroup(), tmp_path / "one")
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=250)
         assert process.exitcode == 0
     results = [
         torch.load(tmp_path / "two" / f"rank-{rank}.pt", weights_only=False) for rank in range(2)
@@ -132,11 +132,11 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, spawn):
 
 
 def test_a_rank_that_is_gone_ends_the_others_wait_with_an_error(spawn):
-    meeting = Rendezvous.open("127.0.0.1", 2)
-    gone = spawn(_join_only, meeting.address, 1, 2, 60.0)
-    ranks = RankGroup.join(meeting, 0, 2, timeout_s=60.0)
+    meeting = Rendezvous.open("127.0.0.1", 2, timeout_s=200.0)
+    gone = spawn(_join_only, meeting.address, 1, 2, 200.0)
+    ranks = RankGroup.join(meeting, 0, 2, timeout_s=200.0)
     try:
-        gone.join(timeout=60)
+        gone.join(timeout=200)
         with pytest.raises(EngineError, match="Another rank has died or is stuck"):
             ranks.sum_(torch.ones(4))
     finally:
