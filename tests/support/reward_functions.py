@@ -51,3 +51,7 @@ async def async_as_said(task: Any, trajectory: Any) -> float:
     """Waits for ever if it is told so."""
     await asyncio.sleep(600 if trajectory.final_text == "hang" else 0)
     return 1.0
+
+
+def always_raises(task: Any, trajectory: Any) -> float:
+    raise ValueError("no verdict today")
