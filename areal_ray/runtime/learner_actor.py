@@ -137,17 +137,25 @@ class LearnerActor:
         return await self._on(self._work, self._train_step, share, version, oldest_version)
 
     def _train_step(self, share: Share, version: int, oldest_version: int) -> StepStats:
-        minibatches = [[self._fetch(ref, place) for ref, place in part] for part in share]
+        groups = iter(self._fetch([group for part in share for group in part]))
+        minibatches = [[next(groups) for _ in part] for part in share]
         return self._ready().train_step(minibatches, version, oldest_version)
 
-    def _fetch(self, ref: Any, place: JournalPlace | None) -> Group:
+    def _fetch(self, wanted: Sequence[tuple[Any, JournalPlace | None]]) -> list[Group]:
+        try:  # all at once: small payloads come from the driver, a round trip each
+            payloads = ray.get([ref for ref, _ in wanted])
+        except RayError:
+            payloads = [self._fetch_or_read(ref, place) for ref, place in wanted]
+        return [decode_group(payload) for payload in payloads]
+
+    def _fetch_or_read(self, ref: Any, place: JournalPlace | None) -> bytes:
         try:
-            return decode_group(ray.get(ref))
+            return ray.get(ref)
         except RayError:
             if place is None:
                 raise
             # The node that held the bytes is gone; a committed group is in the journal too.
-            return decode_group(read_group_bytes(Path(self._setup.journal), place))
+            return read_group_bytes(Path(self._setup.journal), place)
 
     async def sft_step(self, phase: int, step: int) -> StepStats:
         """One supervised step on this rank's slice of the batch."""
