@@ -58,6 +58,7 @@ def spawn(
         "num_cpus": seat.num_cpus,
         "num_gpus": seat.num_gpus,
         "max_restarts": restarts,
+        "enable_task_events": False,  # sent to the head for each call; we report by ourselves
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=seat.group, placement_group_bundle_index=seat.bundle
         ),
