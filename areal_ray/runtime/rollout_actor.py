@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.engines.protocols import (
@@ -25,6 +26,7 @@ from areal_ray.engines.protocols import (
     GenerationRequest,
     GenerationResult,
 )
+from areal_ray.errors import DeadlineExceeded
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
@@ -35,6 +37,7 @@ T = TypeVar("T")
 
 _POLL_S = 20.0
 _FORGET_CLIENT_S = 120.0
+_CATCH_UP_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,15 @@ class _Outbox:
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     pending: int = 0
     last_seen_s: float = field(default_factory=time.monotonic)
+
+
+def _fetched(reference: Any, what: str) -> Any:
+    try:
+        return ray.get(reference, timeout=_CATCH_UP_S)
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(
+            f"a starting rollout waited {_CATCH_UP_S:g} s for {what}; the ParamSyncActor owes it"
+        ) from error
 
 
 class RolloutActor:
@@ -104,9 +116,9 @@ class RolloutActor:
         collect_rarely()
 
     def _catch_up(self, sync: Any) -> None:
-        committed = ray.get(sync.committed.remote())
+        committed = _fetched(sync.committed.remote(), "the committed version")
         if committed.snapshot and committed.version > self._engine.health().version:
-            payload = ray.get(committed.snapshot[0])
+            payload = _fetched(committed.snapshot[0], f"version {committed.version}")
             self._receiver.stage_payload(committed.plan, committed.version, payload)
             self._engine.swap(self._receiver.take(committed.version), committed.version, "keep")
 
