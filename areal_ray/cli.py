@@ -7,6 +7,7 @@ it.
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -127,7 +128,7 @@ def plan(recipe: RecipeFile, overrides: Overrides = None) -> None:
     if planned.problems:
         _complain("\n".join(planned.problems))
         raise typer.Exit(2)
-    print("ready: areal-ray train " + " ".join([str(recipe), *(overrides or ())]))
+    print("ready: areal-ray train " + shlex.join([str(recipe), *(overrides or ())]))
 
 
 @app.command()

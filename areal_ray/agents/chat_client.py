@@ -9,6 +9,7 @@ Behind it stand the recorder, which fixes the prompt's token ids, and a `sample`
 has a rollout replica sample the turn. Waits for: `sample`; bounded by the episode's time limit.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ Sample = Callable[[NDArray[np.int32], int, int], Awaitable[SampledTurn]]
 
 _IGNORED = {"model", "user", "metadata", "store", "timeout"}
 """Options that change nothing about what is sampled."""
+_REFUSAL_S = 0.5
 
 
 class LimitReachedError(Exception):
@@ -120,6 +122,7 @@ class ChatClient:
         self.model_s = 0.0
         """Wall time spent waiting for the model."""
         self.num_turns = 0
+        self._is_closed = False
         self._recorder = recorder
         self._sample = sample
 
@@ -138,6 +141,9 @@ class ChatClient:
             LimitReachedError: No turn or no room in the context window is left.
             ValueError: A message or an option cannot be honoured.
         """
+        if self._is_closed:
+            await asyncio.sleep(_REFUSAL_S)  # who asks in a loop must not starve the others
+            raise LimitReachedError("the episode is over")
         self._refuse(options)
         wanted = self._wanted_tokens(max_tokens, max_completion_tokens)
         if self.num_turns >= self.limits.max_turns:
@@ -160,6 +166,10 @@ class ChatClient:
         return ChatCompletion(
             f"chatcmpl-{turn.turn_id}", [Choice(_message(reply), _finish(sampled, reply))], usage
         )
+
+    def close(self) -> None:
+        """The episode is over: whatever its agent left running samples nothing more."""
+        self._is_closed = True
 
     def _reached(self, limit: str) -> LimitReachedError:
         self.limit_reached = limit

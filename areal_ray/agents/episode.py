@@ -16,6 +16,7 @@ from pydantic import Field
 
 from areal_ray.agents.chat_client import ChatClient, LimitReachedError
 from areal_ray.core.config import Config
+from areal_ray.core.numeric import as_number
 from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Outcome
 from areal_ray.errors import ArealRayError, RecipeError
@@ -24,6 +25,8 @@ Agent = Callable[..., Awaitable[float | None]]
 """async def run(task, client, **args) -> reward, or None to leave it to the reward function."""
 
 _REASON_CHARACTERS = 300
+_GRACE_S = 1.0
+"""For a cancelled agent to end."""
 
 
 class AgentConfig(Config):
@@ -90,30 +93,55 @@ async def run_episode(
 ) -> EpisodeEnd:
     """Run the agent to its end or its limits. Cancelling this call cancels the agent.
 
+    An agent that does not end when it is cancelled is left behind, with a client that refuses it.
     Failures of our own (`ArealRayError`) go through; everything the agent raises becomes data.
     """
     started = time.monotonic()
-    reward: float | None = None
-    outcome, reason = Outcome.OK, ""
+    # A task of its own: who swallows the cancellation must not hold up its siblings for ever.
+    attempt = asyncio.ensure_future(_attempt(agent, task, client, config))
+    is_late = True
     try:
-        async with asyncio.timeout(config.timeout_s) as limit:
-            reward = _as_reward(await agent(task, client, **config.args))
-    except LimitReachedError as reached:
-        outcome, reason = Outcome.TRUNCATED, str(reached)
-    except EnvError as error:
-        outcome, reason = Outcome.ENV_ERROR, one_line(str(error) or "environment failed")
-    except ArealRayError:
-        raise
-    except (Exception, SystemExit) as error:  # user code: its failure is data
-        if limit.expired():
-            outcome, reason = Outcome.TIMEOUT, f"episode exceeded {config.timeout_s:g} s"
-        else:
-            outcome, reason = Outcome.AGENT_ERROR, one_line(f"{type(error).__name__}: {error}")
+        await asyncio.wait({attempt}, timeout=config.timeout_s)
+        is_late = not attempt.done()
+    finally:
+        if not attempt.done():
+            attempt.add_done_callback(_look_at)
+            attempt.cancel()
+            await asyncio.wait({attempt}, timeout=_GRACE_S)
+        client.close()
+    reward: float | None = None
+    if is_late:
+        outcome, reason = Outcome.TIMEOUT, f"episode exceeded {config.timeout_s:g} s"
+    elif attempt.cancelled():  # not by us: something it awaited was cancelled
+        outcome, reason = Outcome.AGENT_ERROR, "CancelledError: the agent awaited a cancelled task"
+    else:
+        outcome, reason, reward = attempt.result()
     if outcome is Outcome.OK and client.limit_reached:  # the agent caught it and went on
         outcome, reason = Outcome.TRUNCATED, client.limit_reached
     total = time.monotonic() - started
     seconds = {"model": client.model_s, "tool": max(0.0, total - client.model_s)}
     return EpisodeEnd(outcome, reason, reward, seconds)
+
+
+async def _attempt(
+    agent: Agent, task: Task, client: ChatClient, config: AgentConfig
+) -> tuple[Outcome, str, float | None]:
+    """Outcome, reason and reward."""
+    try:
+        return Outcome.OK, "", _as_reward(await agent(task, client, **config.args))
+    except LimitReachedError as reached:
+        return Outcome.TRUNCATED, str(reached), None
+    except EnvError as error:
+        return Outcome.ENV_ERROR, one_line(str(error) or "environment failed"), None
+    except ArealRayError:
+        raise
+    except (Exception, SystemExit) as error:  # user code: its failure is data
+        return Outcome.AGENT_ERROR, one_line(f"{type(error).__name__}: {error}"), None
+
+
+def _look_at(late: "asyncio.Task[Any]") -> None:
+    if not late.cancelled():
+        late.exception()  # nobody else asks for it, and asyncio complains of that
 
 
 def one_line(text: str) -> str:
@@ -125,9 +153,10 @@ def one_line(text: str) -> str:
 def _as_reward(returned: Any) -> float | None:
     if returned is None:
         return None
-    if isinstance(returned, (int, float)) and math.isfinite(returned):
-        return float(returned)
-    raise TypeError(f"the agent returned {returned!r}; must be a finite number or None")
+    number = as_number(returned)
+    if number is None or not math.isfinite(number):
+        raise TypeError(f"the agent returned {returned!r}; must be a finite number or None")
+    return number
 
 
 def _call_of(agent: Any) -> Any:

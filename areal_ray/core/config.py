@@ -10,5 +10,9 @@ class Config(BaseModel):
     """Base of every configuration section. The string below a field is its documentation."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )

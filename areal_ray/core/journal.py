@@ -60,6 +60,7 @@ class SegmentWriter:
         self._folder, self._writer, self._segment_bytes = folder, writer, segment_bytes
         self._file: BinaryIO | None = None
         self._name = ""
+        self._next = 0
 
     def append(self, payload: bytes | memoryview) -> JournalPlace:
         """Write one encoded group and say where it lies."""
@@ -80,14 +81,14 @@ class SegmentWriter:
 
     def _open_next(self) -> None:
         self.close()
-        number = 0
-        while True:  # a restarted writer must never write into a segment of its predecessor
-            self._name = f"groups-{self._writer}-{number:06d}.seg"
-            try:
-                self._file = (self._folder / self._name).open("xb")
-                return
-            except FileExistsError:
-                number += 1
+        # Numbers only rise, whatever was deleted meanwhile: the keeper takes the highest for the
+        # one still written to, and a restarted writer must not touch what its predecessor left.
+        there = self._folder.glob(f"groups-{self._writer}-*.seg")
+        numbers = [int(path.stem.rsplit("-", 1)[1]) for path in there]
+        number = max(self._next, 1 + max(numbers, default=-1))
+        self._next = number + 1
+        self._name = f"groups-{self._writer}-{number:06d}.seg"
+        self._file = (self._folder / self._name).open("xb")
 
 
 def read_group_bytes(folder: Path, place: JournalPlace) -> bytes:
@@ -123,12 +124,16 @@ class SegmentKeeper:
         self._newest[writer] = max(self._newest.get(writer, ""), place.segment)
 
     def let_go(self, place: JournalPlace) -> None:
-        """The group at `place` ended; delete its segment if it was the last one of a full one."""
+        """The group at `place` ended; delete its writer's full segments in which all have ended.
+
+        All of them, since the last group of a segment may end before its writer begins another.
+        """
         self._live[place.segment] -= 1
         writer = place.segment.rsplit("-", 1)[0]
-        if self._live[place.segment] <= 0 and self._newest[writer] != place.segment:
-            del self._live[place.segment]
-            (self._folder / place.segment).unlink(missing_ok=True)
+        for segment in [name for name, count in self._live.items() if count <= 0]:
+            if segment.rsplit("-", 1)[0] == writer and self._newest[writer] != segment:
+                del self._live[segment]
+                (self._folder / segment).unlink(missing_ok=True)
 
 
 def fsync_folder(folder: Path) -> None:

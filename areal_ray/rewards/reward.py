@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_ray.core.config import Config
+from areal_ray.core.numeric import as_number
 from areal_ray.errors import RecipeError
 
 Reward = Callable[..., Any]
@@ -88,10 +89,10 @@ def read_returned(returned: Any) -> Scored:
         returned = returned["reward"]
     if returned is None:
         return Scored(None, "the reward abstained", details)
-    if not isinstance(returned, numbers.Real):
+    value = as_number(returned)
+    if value is None:
         kind = type(returned).__name__
         return Scored(None, f"the reward returned a {kind}, not a number", details)
-    value = float(returned)
     if not math.isfinite(value):
         return Scored(None, f"the reward returned {value}, not a finite number", details)
     return Scored(value, "", details)

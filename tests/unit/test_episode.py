@@ -4,15 +4,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from areal_ray.agents import EnvError, Task
-from areal_ray.agents.chat_client import ChatClient, ChatLimits
+from areal_ray.agents import EnvError, Task, chat_client, episode
+from areal_ray.agents.chat_client import ChatClient, ChatLimits, LimitReachedError
 from areal_ray.agents.episode import AgentConfig, EpisodeEnd, check_agent, run_episode
 from areal_ray.core.trajectory import Outcome, StopReason
 from areal_ray.errors import EngineError, RecipeError
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate
+from areal_ray.rewards.reward import read_returned
 from tests.support.templates import TPL_A, ScriptedTurn, letter_tokenizer
 
 TASK = Task("t", ({"role": "user", "content": "hi"},))
@@ -234,3 +236,58 @@ def test_an_agent_that_could_not_be_called_is_refused_before_anything_starts():
     with pytest.raises(RecipeError, match="'nope'"):
         check_agent(one_turn, AgentConfig(run="m:f", args={"nope": 1}))
     check_agent(one_turn, config)
+
+
+def test_an_agent_that_awaits_a_cancelled_task_fails_alone():
+    async def agent(task: Task, client: ChatClient) -> None:
+        mine = asyncio.ensure_future(asyncio.sleep(9))
+        mine.cancel()
+        await mine
+
+    end = World().run(agent)
+    assert end.outcome is Outcome.AGENT_ERROR
+    assert "cancelled" in end.reason
+
+
+def test_an_agent_that_swallows_its_cancellation_is_left_behind_and_samples_no_more(monkeypatch):
+    monkeypatch.setattr(episode, "_GRACE_S", 0.05)
+    monkeypatch.setattr(chat_client, "_REFUSAL_S", 0.01)
+    world, told = World(), []
+
+    async def agent(task: Task, client: ChatClient) -> None:
+        for _ in range(4):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
+        try:
+            await one_turn(task, client)
+        except LimitReachedError as refused:
+            told.append(str(refused))
+
+    async def run() -> EpisodeEnd:
+        ended = await run_episode(agent, TASK, world.client, AgentConfig(timeout_s=0.05))
+        assert ended.seconds["tool"] < 0.3
+        await asyncio.sleep(0.5)
+        return ended
+
+    assert asyncio.run(run()).outcome is Outcome.TIMEOUT
+    assert (told, world.asked) == (["the episode is over"], [])
+
+
+@pytest.mark.parametrize("reward", [1, 1.0, True, np.float32(1), np.bool_(True), np.array(1.0)])
+def test_a_scalar_of_any_library_is_a_reward(reward):
+    async def agent(task: Task, client: ChatClient) -> Any:
+        return reward
+
+    assert World().run(agent).reward == 1.0
+    assert read_returned(reward).reward == 1.0
+
+
+@pytest.mark.parametrize("reward", [10**400, float("nan"), "1", [1.0], np.array([1.0])])
+def test_what_is_no_finite_number_is_no_reward(reward):
+    async def agent(task: Task, client: ChatClient) -> Any:
+        return reward
+
+    assert World().run(agent).outcome is Outcome.AGENT_ERROR
+    assert read_returned(reward).reward is None

@@ -132,6 +132,18 @@ def test_a_segment_goes_when_its_last_group_ended_and_not_before(tmp_path):
     assert (tmp_path / places[2].segment).exists()
 
 
+def test_a_segment_goes_too_if_its_groups_ended_while_it_was_the_newest(tmp_path):
+    writer = SegmentWriter(tmp_path, "r", segment_bytes=10)
+    keeper = SegmentKeeper(tmp_path)
+    places = []
+    for _ in range(3):  # synchronous training: a step's groups end before the next are written
+        places.append(writer.append(b"x" * 12))
+        keeper.hold(places[-1])
+        keeper.let_go(places[-1])
+    assert len({place.segment for place in places}) == 3, "a deleted segment's name comes again"
+    assert [(tmp_path / place.segment).exists() for place in places] == [False, False, True]
+
+
 def made(oldest=3, **more):
     facts = {
         "group_id": "g", "task_id": "t", "num_usable": 2, "oldest_version": oldest,
