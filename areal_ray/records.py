@@ -185,6 +185,8 @@ class Records:
             "eval/sampled_tokens": float(result.sampled_tokens),
             "eval/wall_s": result.wall_s,
         }
+        if result.pass_at_n is not None:
+            values["eval/pass_fraction"] = result.pass_at_n
         self._log.log(step, result.version, values, kind="eval")
         self._progress.on_eval(
             EvalView(

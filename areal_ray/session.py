@@ -5,6 +5,7 @@ one of finished, stopped or failed.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 import traceback
@@ -92,7 +93,8 @@ class Session:
         if self._maker is not None:
             self._maker.stop()
         if self._loop is not None and self._stopping is not None:
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            with contextlib.suppress(RuntimeError):  # the loops have ended, the report is written
+                self._loop.call_soon_threadsafe(self._stopping.set)
 
     def run(self) -> Summary:
         """To the end, whatever it is; `error` is what it failed with."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from areal_ray.core.seeds import derive_seed
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
-from areal_ray.errors import ActorLost
+from areal_ray.errors import ActorLost, PublishError
 from areal_ray.runtime.fleet import Fleet
 from areal_ray.runtime.param_sync_actor import Committed
 from areal_ray.runtime.placement import EVALUATION
@@ -46,8 +46,8 @@ class EvaluationResult:
     """Without a reward, whatever the reason; they count as not solved."""
     sampled_tokens: int
     wall_s: float
-    pass_at_n: float
-    """Share of tasks with at least one solved episode."""
+    pass_at_n: float | None
+    """Share of tasks with at least one solved episode; null where each has only one."""
 
 
 class EvaluationService:
@@ -128,7 +128,8 @@ class EvaluationService:
             scores += await self._attempt(batch, pinned.committed)
         rewards = [reward for score in scores for reward in score[1].rewards]
         known = [reward for reward in rewards if reward is not None]
-        asked = len(self._tasks) * self._config.n_samples
+        samples = self._config.n_samples
+        asked = len(self._tasks) * samples
         solved = [sum(r is not None and r >= 1.0 for r in score[1].rewards) for score in scores]
         return EvaluationResult(
             step=pinned.step,
@@ -139,7 +140,7 @@ class EvaluationService:
             failed_episodes=asked - len(known),
             sampled_tokens=sum(made.num_sampled_tokens for made, _ in scores),
             wall_s=time.monotonic() - started,
-            pass_at_n=sum(count > 0 for count in solved) / len(self._tasks),
+            pass_at_n=sum(map(bool, solved)) / len(self._tasks) if samples > 1 else None,
         )
 
     async def _serve(self, committed: Committed) -> None:
@@ -159,7 +160,7 @@ class EvaluationService:
             try:
                 await self._serve(committed)
                 scores = await self._run(tasks, committed.version, attempt)
-            except ActorLost:
+            except (ActorLost, PublishError):  # it may die between load and swap, too
                 if attempt + 1 == _TRIES:
                     raise
             else:

@@ -16,6 +16,7 @@ reward/scored_episodes | episodes | sum | Episodes with a reward.
 reward/unscored_episodes | episodes | sum | Episodes whose reward raised, timed out or abstained.
 
 eval/accuracy_fraction | fraction | last | Held-out episodes with a reward of 1 or more, of all.
+eval/pass_fraction | fraction | last | pass@n: held-out tasks with at least one such episode.
 eval/reward_mean | | last | Mean reward of the held-out episodes that were scored.
 eval/episodes | episodes | last | Held-out episodes finished.
 eval/failed_episodes | episodes | last | Held-out episodes without a reward; counted as not solved.
