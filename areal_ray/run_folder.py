@@ -24,7 +24,8 @@ STATUS_FILE = "status.json"
 """What goes on: written about once a second by the run."""
 
 _LOCK_FILE = ".lock"
-_TRACES = ("metrics.jsonl", "checkpoints", "journal", "summary.json")
+_SUMMARY_FILE = "summary.json"
+_TRACES = ("metrics.jsonl", "checkpoints", "journal", _SUMMARY_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ class RunFolder:
             problem = None if resume else conflict(path, overwrite=overwrite)
             if problem is not None:
                 raise RecipeError(problem)
-            if not resume:
+            if resume:  # its summary is of an earlier end
+                (path / _SUMMARY_FILE).unlink(missing_ok=True)
+            else:
                 _empty(path)
             _write(path / RECIPE_FILE, recipe_yaml)
         except BaseException:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from areal_ray.errors import DataError
+
 RowKind = Literal["step", "eval"]
 
 
@@ -35,14 +37,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def iter_rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Each whole line of a JSON-lines file as value and as bytes; nothing if there is no file."""
+    """Each whole line of a JSON-lines file as value and as bytes; nothing if there is no file.
+
+    Raises:
+        DataError: A line is no JSON object; names it.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield json.loads(line), line
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}: line {number} is not JSON ({error})") from error
+            if not isinstance(row, dict) or "step" not in row:
+                raise DataError(f"{path}: line {number} is no row; must hold a step")
+            yield row, line
 
 
 def keep_rows_through(path: Path, step: int) -> dict[str, Any] | None:

@@ -127,6 +127,9 @@ class Summary:
         return asdict(self)
 
 
+_ALWAYS_THERE = {"outcome", "steps", "planned_steps", "version", "wall_s"}
+
+
 def write_summary(folder: Path, summary: Summary) -> Path:
     """Write summary.json, whole or not at all."""
     path = folder / SUMMARY_FILE
@@ -137,12 +140,13 @@ def write_summary(folder: Path, summary: Summary) -> Path:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run, or None while it has none."""
-    path = folder / SUMMARY_FILE
-    if not path.exists():
+    """The summary of a run, or None while it has none that can be read."""
+    try:
+        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return summary
+    is_whole = isinstance(summary, dict) and summary.keys() >= _ALWAYS_THERE
+    return summary if is_whole else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

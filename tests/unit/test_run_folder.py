@@ -98,3 +98,10 @@ def test_status_is_read_whole_or_not_at_all(tmp_path):
     assert read_status(tmp_path / "a").status["step"] == 3
     (tmp_path / "a" / "status.json").write_text('{"step": ')
     assert read_status(tmp_path / "a").status == {}
+
+
+def test_a_resumed_run_has_no_summary_until_it_ends_again(tmp_path):
+    RunFolder.claim(tmp_path / "a", "kind: rl\n").release()
+    (tmp_path / "a" / "summary.json").write_text("{}")
+    RunFolder.claim(tmp_path / "a", "kind: rl\n", resume=True).release()
+    assert not (tmp_path / "a" / "summary.json").exists()

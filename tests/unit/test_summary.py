@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.errors import DataError
+from areal_ray.run_listing import describe_run, list_runs
+from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import TelemetryConfig, open_metric_log
 from areal_ray.telemetry.summary import (
     SUMMARY_FILE,
@@ -115,3 +118,19 @@ def test_a_summary_is_replaced_whole(tmp_path: Path):
 
 def test_a_folder_without_a_summary_has_none(tmp_path: Path):
     assert read_summary(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ['{"outcome":', "[]", '{"outcome": "finished"}', "\udcff"])
+def test_a_broken_summary_is_none_so_that_one_run_does_not_hide_the_others(tmp_path: Path, text):
+    (tmp_path / "summary.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    assert read_summary(tmp_path) is None
+    (tmp_path / "recipe.yaml").write_text("kind: rl\n", encoding="utf-8")
+    assert "ended without a summary" in list_runs([tmp_path])
+    assert "ended without a summary" in describe_run(tmp_path)
+
+
+@pytest.mark.parametrize("line", [b"{\x00\n", b"\xff\xfe\n", b"[]\n", b'{"reward": 1}\n'])
+def test_a_broken_row_is_named(tmp_path: Path, line: bytes):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line)
+    with pytest.raises(DataError, match="line 2"):
+        read_rows(tmp_path / "metrics.jsonl")
