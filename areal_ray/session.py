@@ -7,9 +7,10 @@ one of finished, stopped or failed.
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from areal_ray.telemetry.views import Header
 from areal_ray.telemetry.waits import WaitBoard
 
 _log = logging.getLogger(__name__)
+
+_CLOSE_S = 20.0
 
 
 class _StoppedBefore(Exception):
@@ -116,7 +119,7 @@ class Session:
                 _log.error("%s", "".join(traceback.format_exception(self.error)))
         finally:
             if is_mine and self._connection is not None:
-                self._connection.close()
+                _bounded(self._connection.close, "disconnecting from Ray")
         try:
             return self._conclude(outcome)
         finally:
@@ -153,7 +156,7 @@ class Session:
             kinds = {"rl": self._rl, "sft": self._sft, "eval": self._eval}
             await self._until_stopped(kinds[recipe.kind](graph, begin))
         finally:
-            graph.close()
+            _bounded(graph.close, "ending the actors")
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """Loops that run end by themselves when stop is asked for; loading is cut short."""
@@ -273,6 +276,16 @@ class Session:
             _log.error("%s", "".join(traceback.format_exception(error)))
             self._progress.on_event(f"report.html not written: {type(error).__name__}: {error}")
             return None
+
+
+def _bounded(close: Callable[[], None], what: str) -> None:
+    """Close something of Ray's; where Ray itself is gone that may never return."""
+    # A daemon: a thread that hangs must not keep the process from ending.
+    thread = threading.Thread(target=close, name=what, daemon=True)
+    thread.start()
+    thread.join(_CLOSE_S)
+    if thread.is_alive():
+        _log.warning("%s takes more than %g s; going on without it", what, _CLOSE_S)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 
 _REMEMBERED_PREFIXES = 8192
 _PROBE_EVERY_S = 0.25
-_DEAD = (RayActorError, ActorUnavailableError)
 
 
 @dataclass(slots=True)
@@ -185,11 +184,11 @@ class RolloutClient:
         self.num_submits += 1
         try:
             await lane.replica.submit.remote(self._client_id, RequestBatch(requests))
-        except _DEAD as error:
-            self._lost(lane, error)
         except RayTaskError as error:
             for request in requests:
                 self._fail(lane, request.request_id, explained(lane.name, error))
+        except RayError as error:  # it died, or what it answered died with a node
+            self._lost(lane, error)
 
     async def _collect(self, lane: _Lane) -> None:
         """Fetch finished turns until none is pending."""
@@ -204,11 +203,11 @@ class RolloutClient:
                 results = await lane.replica.collect.remote(self._client_id, self._linger_s)
                 if not results:
                     await self._notice_restart(lane)
-            except _DEAD as error:
-                self._lost(lane, error)
             except RayTaskError as error:
                 for request_id in list(lane.pending):
                     self._fail(lane, request_id, explained(lane.name, error))
+            except RayError as error:
+                self._lost(lane, error)
             else:
                 for result in results:
                     self._deliver(lane, result)
@@ -255,11 +254,11 @@ class RolloutClient:
         """Wait for Ray to restart the replica; its turns, if still here, are sent again."""
         try:
             lane.incarnation = await lane.replica.incarnation.remote()
-        except _DEAD as error:
-            lane.down_reason = reason_of_death(error)
-            await asyncio.sleep(_PROBE_EVERY_S)
         except RayTaskError as error:
             lane.down_reason = str(explained(lane.name, error))
+            await asyncio.sleep(_PROBE_EVERY_S)
+        except RayError as error:
+            lane.down_reason = reason_of_death(error)
             await asyncio.sleep(_PROBE_EVERY_S)
         else:
             lane.down_reason = ""

@@ -9,7 +9,7 @@ from areal_ray.rewards.math import score
 
 
 def right_or_close_to_form(
-    task: Task, trajectory: Trajectory, form_reward: float = 0.2, full_tokens: int = 96
+    task: Task, trajectory: Trajectory, form_reward: float = 0.2, full_characters: int = 400
 ) -> dict[str, Any]:
     """1 if the answer is right, else up to `form_reward` for a short reply that holds a number.
 
@@ -17,10 +17,10 @@ def right_or_close_to_form(
         task: Its answer is the number after `####`.
         trajectory: Its final text is read as `areal_ray.rewards.math.score` does.
         form_reward: Most that a wrong reply can get.
-        full_tokens: A reply of so many sampled tokens gets nothing for its form.
+        full_characters: A reply as long as this gets half of it, a shorter one more.
     """
     verdict = score(task, trajectory)
     has_number = bool(last_number_in(trajectory.final_text))
-    brevity = max(0.0, 1.0 - trajectory.num_sampled_tokens / (full_tokens + 1))
+    brevity = max(0.0, 1.0 - len(trajectory.final_text) / full_characters)
     form = form_reward * (0.5 + 0.5 * brevity) if has_number else 0.0
     return {**verdict, "correct": verdict["reward"], "reward": max(verdict["reward"], form)}
