@@ -45,6 +45,8 @@ async def train(run: Run) -> None:
                 await run.until_stopped(asyncio.shield(evaluator))
         evaluator.cancel()
         watcher.cancel()
+    if not run.stopping.is_set():
+        await look(run)  # an actor that came back for the last steps alone is told of too
 
 
 async def produce(run: Run) -> None:
@@ -161,12 +163,17 @@ async def evaluate(run: Run) -> None:
 async def watch(run: Run) -> None:
     """Tell what each role waits for, and which actors died or came back."""
     while True:
-        look = await run.supervisor.look()
-        for event in look.events:
-            run.records.event(event, is_return=event in look.returns)
-        run.records.fleet(look.reading)
-        run.records.status(run.counts())
+        await look(run)
         await asyncio.sleep(run.watch_every_s)
+
+
+async def look(run: Run) -> None:
+    """One round of `watch`."""
+    seen = await run.supervisor.look()
+    for event in seen.events:
+        run.records.event(event, is_return=event in seen.returns)
+    run.records.fleet(seen.reading)
+    run.records.status(run.counts())
 
 
 async def fit(run: SftRun) -> None:
