@@ -4,7 +4,6 @@ admit:  waits for headroom; unblocked by finish(), release(), open_to() and clos
 """
 
 import asyncio
-from collections.abc import Callable
 
 from areal_ray.core.versions import AdmissionConfig, admissible_groups
 
@@ -70,11 +69,6 @@ class AdmissionGate:
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds; it is looked at whenever the gate changes."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
 
     async def _change(self, *, running: int = 0, admitted: int = 0) -> None:
         async with self._changed:

@@ -7,7 +7,6 @@ once every group in it has ended.
 """
 
 import json
-import os
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -134,12 +133,3 @@ class SegmentKeeper:
             if segment.rsplit("-", 1)[0] == writer and self._newest[writer] != segment:
                 del self._live[segment]
                 (self._folder / segment).unlink(missing_ok=True)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -58,11 +58,6 @@ class TrajectoryQueue(Generic[RefT]):
     def __len__(self) -> int:
         return len(self._tickets)
 
-    @property
-    def num_expected(self) -> int:
-        """Groups under way that will be put or forgotten."""
-        return len(self._expected)
-
     def expect(self, group_id: str, version: int) -> None:
         """A group was admitted at `version`; it will be put or forgotten."""
         self._expected[group_id] = version
@@ -81,11 +76,6 @@ class TrajectoryQueue(Generic[RefT]):
             self._expected.pop(ticket.group_id, None)
             self._tickets.append(ticket)
             self._changed.notify_all()
-
-    async def drop_stale(self, version: int) -> list[Ticket[RefT]]:
-        """Remove what no step at `version` or later may consume; nothing under `mask`."""
-        async with self._changed:
-            return self._remove_stale(version)
 
     async def take(self, version: int) -> Take[RefT] | None:
         """The next `groups_per_step` tickets, oldest behaviour first; None once closed.
@@ -110,14 +100,10 @@ class TrajectoryQueue(Generic[RefT]):
                 await self._changed.wait()
 
     async def close(self) -> None:
-        """Unblock take(); the tickets left are returned by `remaining`."""
+        """Unblock take(): nothing more will be taken."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def remaining(self) -> list[Ticket[RefT]]:
-        """Tickets nobody took."""
-        return list(self._tickets)
 
     def _remove_stale(self, version: int) -> list[Ticket[RefT]]:
         if (
