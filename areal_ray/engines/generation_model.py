@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 
 from areal_ray.engines.cached_model import Forward
-from areal_ray.engines.hf_forward import HfForward
 from areal_ray.engines.lean_forward import LeanForward, why_not_lean
 from areal_ray.engines.model_files import (
     check_tensors,
@@ -18,6 +17,7 @@ from areal_ray.engines.model_files import (
     model_folder,
     stop_token_ids,
 )
+from areal_ray.engines.saved_config import read_saved_config
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.errors import EngineError
 
@@ -63,7 +63,9 @@ def load_generation_model(path: str | Path, config: TorchGenerationConfig) -> Ge
         EngineError: The model is not one this engine can run.
     """
     folder = model_folder(path)
-    model_config = load_config(folder)
+    model_config = read_saved_config(folder) if config.forward != "hf" else None
+    if model_config is None or why_not_lean(model_config):
+        model_config = load_config(folder)
     if not hasattr(model_config, "vocab_size"):
         raise EngineError(
             f"model.path: {folder} holds a {model_config.model_type} model, which is not a plain "
@@ -93,7 +95,9 @@ def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
         return chosen
     if device.type == "cpu":
         return torch.float32
-    return model_config.dtype or torch.bfloat16
+    named = model_config.dtype or torch.bfloat16
+    stored: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
+    return stored
 
 
 def _window(wanted: int, model_config: Any) -> int:
@@ -121,6 +125,8 @@ def _load_forward(
             "Set forward: auto."
         )
     if which == "hf" or lacking:
+        from areal_ray.engines.hf_forward import HfForward  # Transformers' models: seconds
+
         return HfForward(folder, model_config, dtype, device)
     forward = LeanForward(model_config, dtype, device)
     tensors = load_tensors(folder, model_config)

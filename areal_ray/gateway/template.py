@@ -167,17 +167,31 @@ class ChatTemplate:
 
 def model_context_tokens(folder: Path | str) -> int:
     """Tokens of prompt and reply that a checkpoint was made for, at most 8192."""
+    allowed = _said_context_tokens(Path(folder)) or _known_context_tokens(str(folder))
+    return min(allowed or _LARGEST_WINDOW_TOKENS, _LARGEST_WINDOW_TOKENS)
+
+
+def _said_context_tokens(folder: Path) -> int:
+    """As the folder's config.json says by itself; 0 if it does not."""
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return int(said["max_position_embeddings"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return 0
+
+
+def _known_context_tokens(folder: str) -> int:
+    """As Transformers says, whose import takes seconds; 0 if it does not."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder))
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise DataError(
             f"{folder}: no model configuration could be loaded: {first_line}"
         ) from error
-    allowed = int(getattr(config, "max_position_embeddings", 0) or _LARGEST_WINDOW_TOKENS)
-    return min(allowed, _LARGEST_WINDOW_TOKENS)
+    return int(getattr(config, "max_position_embeddings", 0) or 0)
 
 
 def _short_key(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> Any:
