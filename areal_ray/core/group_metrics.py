@@ -3,7 +3,7 @@
 Values travel as (name, value, weight); names are declared in `areal_ray.telemetry.names`.
 """
 
-import statistics
+import math
 
 from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
 
@@ -20,6 +20,7 @@ def group_metrics(group: Group) -> tuple[MetricValue, ...]:
     count = len(episodes)
     firsts = [branches[-1] for branches in episodes.values()]
     wall = [sum(t.seconds.values()) for t in firsts]
+    outcomes = [t.outcome for t in firsts]
     truncated = _share(firsts, StopReason.LENGTH)
     sampled = sum(t.num_sampled_tokens for t in group.trajectories)
     values: list[MetricValue] = [
@@ -28,8 +29,8 @@ def group_metrics(group: Group) -> tuple[MetricValue, ...]:
         ("rollout/sampled_tokens", sampled, 1.0),
         ("rollout/prompt_tokens", group.num_tokens - sampled, 1.0),
         ("agent/episodes", count, 1.0),
-        ("agent/ok_episodes", sum(t.outcome is Outcome.OK for t in firsts), 1.0),
-        ("agent/truncated_episodes", sum(t.outcome is Outcome.TRUNCATED for t in firsts), 1.0),
+        ("agent/ok_episodes", outcomes.count(Outcome.OK), 1.0),
+        ("agent/truncated_episodes", outcomes.count(Outcome.TRUNCATED), 1.0),
         ("agent/truncated_fraction", truncated, count),
         ("agent/aborted_fraction", _share(firsts, StopReason.ABORT), count),
         ("agent/stopped_fraction", _share(firsts, StopReason.STOP), count),
@@ -49,12 +50,15 @@ def group_metrics(group: Group) -> tuple[MetricValue, ...]:
 def _rewards(rewards: list[float]) -> list[MetricValue]:
     if not rewards:
         return []
+    mean, least, most = math.fsum(rewards) / len(rewards), min(rewards), max(rewards)
+    spread = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+    is_equal = least == most
     return [
-        ("reward/mean", statistics.fmean(rewards), len(rewards)),
-        ("reward/group_std", statistics.pstdev(rewards), 1.0),
-        ("reward/min", min(rewards), 1.0),
-        ("reward/max", max(rewards), 1.0),
-        ("reward/equal_groups", float(min(rewards) == max(rewards)), 1.0),
+        ("reward/mean", mean, len(rewards)),
+        ("reward/group_std", 0.0 if is_equal else spread, 1.0),
+        ("reward/min", least, 1.0),
+        ("reward/max", most, 1.0),
+        ("reward/equal_groups", float(is_equal), 1.0),
         ("reward/scored_episodes", len(rewards), 1.0),
     ]
 

@@ -7,6 +7,7 @@ map them without a copy.
 """
 
 import json
+import math
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MAGIC = b"ARG1"
+_MAGIC = b"ARG2"
 _HEADER = struct.Struct("<4sBxxxII")  # magic, deflated, length of the JSON head, length raw
 _DEFLATE_BELOW_BYTES = 65536
 _COLUMNS = (
@@ -43,7 +44,10 @@ class Outcome(StrEnum):
     @property
     def is_scored(self) -> bool:
         """Whether a reward of such an episode may be trained on."""
-        return self in (Outcome.OK, Outcome.TRUNCATED)
+        return self in _SCORED
+
+
+_SCORED = frozenset({Outcome.OK, Outcome.TRUNCATED})
 
 
 class StopReason(StrEnum):
@@ -89,19 +93,20 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name, _ in _COLUMNS:
-            if len(getattr(self, name)) != length:
-                raise ValueError(
-                    f"trajectory {self.episode_id}: {name} has {len(getattr(self, name))} entries, "
-                    f"token_ids has {length}; they must match"
-                )
-        mask = self.loss_mask
-        if not np.isfinite(self.behaviour_logprobs[mask]).all():
+        mask, logprobs, versions = self.loss_mask, self.behaviour_logprobs, self.versions
+        if not length == len(mask) == len(logprobs) == len(versions) == len(self.turn_ids):
+            counts = ", ".join(f"{name} {len(getattr(self, name))}" for name, _ in _COLUMNS)
+            raise ValueError(
+                f"trajectory {self.episode_id}: its arrays differ in length ({counts}); they must "
+                "have one entry a token"
+            )
+        # A finite sum of squares has finite terms; only where it is not is it worth a closer look.
+        if not math.isfinite(logprobs.dot(logprobs)) and not np.isfinite(logprobs[mask]).all():
             raise ValueError(
                 f"trajectory {self.episode_id}: a sampled token has no finite behaviour log-prob; "
                 "the engine must report one for each token it samples"
             )
-        if self.versions[mask].min(initial=0) < 0:
+        if np.count_nonzero((versions < 0) & mask):
             raise ValueError(
                 f"trajectory {self.episode_id}: a sampled token has no version; "
                 "the engine must stamp each token it samples"
@@ -110,7 +115,7 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens the policy sampled: what a loss may count."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -149,24 +154,34 @@ class Group:
         return sum(len(t.token_ids) for t in self.trajectories)
 
 
-_SCALARS = (
+_SHARED = (
     "task_id", "group_id", "episode_id", "branch_id", "reward", "outcome", "stop_reason",
-    "failure", "final_text", "seconds", "details",
+    "failure", "final_text",
 )  # fmt: skip
+"""Facts that are written once where all siblings agree, in the order of the fields."""
+_write_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode_group(group: Group) -> bytes:
     """One self-contained buffer: a JSON head, then each column of all siblings end to end."""
-    rows = [
-        {**{name: getattr(t, name) for name in _SCALARS}, "length": len(t.token_ids)}
-        for t in group.trajectories
-    ]
-    head = {"group_id": group.group_id, "task_id": group.task_id, "rows": rows}
-    head_bytes = json.dumps(head, separators=(",", ":")).encode()
+    lines = group.trajectories
+    facts: dict[str, Any] = {}
+    for name in _SHARED if lines else ():
+        values = [getattr(t, name) for t in lines]
+        facts[name] = values[:1] if values.count(values[0]) == len(values) else values
+    head = {
+        "group_id": group.group_id,
+        "task_id": group.task_id,
+        "lengths": [len(t.token_ids) for t in lines],
+        "facts": facts,
+        "seconds": [t.seconds for t in lines],
+        "details": [t.details for t in lines],
+    }
+    head_bytes = _write_json(head).encode()
     head_bytes += b" " * (-(_HEADER.size + len(head_bytes)) % 8)  # columns start aligned
     parts, num_bytes = [head_bytes], 0
-    for name, dtype in _COLUMNS if rows else ():
-        column = np.concatenate([getattr(t, name) for t in group.trajectories])
+    for name, dtype in _COLUMNS if lines else ():
+        column = np.concatenate([getattr(t, name) for t in lines])
         parts.append(column.astype(dtype, copy=False).tobytes())
         num_bytes += len(parts[-1])
         parts.append(b"\0" * (-num_bytes % 8))
@@ -194,19 +209,24 @@ def decode_group(buffer: bytes | memoryview) -> Group:
             raise ValueError(f"encoded group is damaged or cut short: {error}") from error
     if len(body) != body_length:
         raise ValueError(f"encoded group has {len(body)} bytes, its header says {body_length}")
-    head = json.loads(bytes(body[:head_length]))
-    lengths = [row.pop("length") for row in head["rows"]]
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    columns: dict[str, Any] = {}
-    offset = head_length
-    for name, dtype in _COLUMNS:
-        column = np.frombuffer(body, dtype=dtype, count=sum(lengths), offset=offset)
-        columns[name] = [column[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+    head = json.loads(str(body[:head_length], "utf-8"))
+    lengths = head["lengths"]
+    total, columns, offset = sum(lengths), [], head_length
+    for _, dtype in _COLUMNS if lengths else ():
+        column = np.frombuffer(body, dtype=dtype, count=total, offset=offset)
+        columns.append(_cut(column, lengths))
         offset += column.nbytes + (-(offset - head_length + column.nbytes) % 8)
-    trajectories = []
-    for i, row in enumerate(head["rows"]):
-        facts = {**row, **{name: columns[name][i] for name, _ in _COLUMNS}}
-        facts["outcome"] = Outcome(facts["outcome"])
-        facts["stop_reason"] = StopReason(facts["stop_reason"])
-        trajectories.append(Trajectory(**facts))
-    return Group(head["group_id"], head["task_id"], tuple(trajectories))
+    facts = head["facts"]
+    for name, kind in (("outcome", Outcome), ("stop_reason", StopReason)) if lengths else ():
+        facts[name] = [kind(value) for value in facts[name]]
+    spread = [v if len(v) == len(lengths) else v * len(lengths) for v in facts.values()]
+    rows = map(Trajectory, *columns, *spread, head["seconds"], head["details"])
+    return Group(head["group_id"], head["task_id"], tuple(rows))
+
+
+def _cut(column: NDArray[Any], lengths: list[int]) -> list[NDArray[Any]]:
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(column[start : start + length])
+        start += length
+    return pieces
