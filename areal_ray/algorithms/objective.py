@@ -1,96 +1,239 @@
-"""ObjectiveConfig: what the learner maximises, and the arithmetic its knobs select.
+"""ObjectiveConfig: what the learner maximises, as named parts.
 
-Read by the train engine; `losses.policy_loss` and `advantages.group_advantages` do the work.
+`kind` names an algorithm and so a set of parts (`presets`); any part may be replaced by its own
+key. Read by the train engine; `shaping`, `normalise`, `gae`, `losses` and `correction` do the work.
 """
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from areal_ray.algorithms.objective_parts import (
+    DistillationConfig,
+    GaeConfig,
+    KlConfig,
+    NormConfig,
+    RejectionSamplingConfig,
+    RewardShapingConfig,
+)
+from areal_ray.algorithms.presets import (
+    PRESETS,
+    AggregationName,
+    BehaviourWeight,
+    LossName,
+    ObjectiveKind,
+)
 from areal_ray.core.config import Config
-
-_PROXIMAL_LATER = ("loglinear", "metrics", "reuse_train_logp")
-
-
-class RejectionSamplingConfig(Config):
-    """Bounds on the behaviour weight pi_proximal / pi_behaviour of a token."""
-
-    level: Literal["token"] = "token"
-    """Each token is judged alone."""
-    metric: Literal["ratio"] = "ratio"
-    """The weight itself is compared with the bounds."""
-    action: Literal["mask", "clamp"] = "mask"
-    """mask: tokens outside the bounds do not train, and still count in the denominator.
-    clamp: they train with the bound as their weight."""
-    upper: float = Field(5.0, gt=1.0)
-    """Largest weight."""
-    lower: float | None = Field(None, gt=0.0, lt=1.0)
-    """Smallest weight; none by default."""
 
 
 class ObjectiveConfig(Config):
-    """Advantage, surrogate and aggregation of one RL step."""
+    """Rewards to advantages, policy loss, correction and aggregation of one RL step."""
 
-    kind: Literal["grpo", "ppo", "decoupled_ppo"] = "grpo"
-    """grpo: clip around the sampling policy, mean over sequences (arXiv:2402.03300, eq. 3).
-    ppo: the same clip, mean over tokens (arXiv:1707.06347, eq. 7; no critic: the baseline is
-    the group's). decoupled_ppo: clip around the policy at the start of the step, weighted by
-    how far that moved from the sampling policy (arXiv:2505.24298, sec. 5.2)."""
-    advantage: Literal["group_mean_std", "group_mean"] = "group_mean_std"
-    """Reward minus the group's mean, divided by the group's standard deviation or not."""
-    min_reward_spread: float = Field(1e-6, ge=0.0)
-    """A group whose rewards lie closer together than this teaches nothing: advantage 0."""
-    eps_clip: float = Field(0.2, gt=0.0, lt=1.0)
+    kind: ObjectiveKind = "grpo"
+    """Algorithm: the parts below that are null are as its name says."""
+    loss: LossName | None = None
+    """Policy loss of a token."""
+    clip_centre: Literal["behaviour", "proximal"] | None = None
+    """Policy that ratios are taken against: the one that sampled, or the learner's at the start
+    of the step (decoupled PPO, arXiv:2505.24298, sec. 5.2)."""
+    prox_logp_method: Literal["recompute", "loglinear", "reuse"] = "recompute"
+    """How the proximal log-probs are had. recompute: one more forward pass before the second
+    minibatch. loglinear: interpolated between behaviour and policy by version, no pass. reuse:
+    those of the training pass itself; one minibatch only."""
+    behaviour_weight: BehaviourWeight | None = None
+    """Factor pi_proximal / pi_behaviour of a token's loss. none: left out. full: as it is.
+    clamp or mask: held in the bounds of rejection_sampling."""
+    rejection_sampling: RejectionSamplingConfig | None = None
+    """Bounds of behaviour_weight; implies it (mask or clamp) where that is null."""
+    m2_threshold: float | None = Field(None, gt=0.0)
+    """M2PO: tokens with the largest squared log ratio are left out until the mean of the rest is
+    below it."""
+    aggregation: AggregationName | None = None
+    """From token losses to one number. token_mean: over all tokens of a minibatch.
+    sequence_mean: of each sequence's mean. sequence_sum: mean over sequences of their sums.
+    fixed_length: the same divided by fixed_length_tokens. rollout_mean: of each episode's mean,
+    all its branches together."""
+    fixed_length_tokens: int | None = Field(None, ge=1)
+    """Of aggregation fixed_length; null = rollout.sampling.max_new_tokens."""
+    eps_clip: float | None = Field(None, gt=0.0, le=1.0)
     """The ratio is clipped below at 1 - eps_clip."""
     eps_clip_higher: float | None = Field(None, gt=0.0)
     """... and above at 1 + eps_clip_higher; eps_clip where not given."""
     c_clip: float | None = Field(None, gt=1.0)
     """Dual clip: the loss of a token with negative advantage A is at most c_clip * |A|
     (arXiv:1912.09729, eq. 5). Off by default."""
-    prox_logp_method: str = "recompute"
-    """How decoupled_ppo gets the policy's log-probs at the start of the step."""
-    rejection_sampling: RejectionSamplingConfig | None = None
-    """Bounds on the behaviour weight of decoupled_ppo; the defaults above where not given."""
-    aggregation: Literal["token_mean", "sequence_mean"] | None = None
-    """Over all tokens of a minibatch, or over sequences of the mean of each. By kind where not
-    given: sequence_mean for grpo, token_mean for the others."""
+    sapo_tau_pos: float = Field(1.0, gt=0.0)
+    """SAPO's temperature where the advantage is positive."""
+    sapo_tau_neg: float = Field(1.05, gt=0.0)
+    """... and where it is negative."""
+    entropy_coef: float = Field(0.0, ge=0.0)
+    """Weight of the entropy bonus."""
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    """Length penalty, bias, scale and bounds of rewards."""
+    reward_norm: NormConfig | None = None
+    """Baseline and scale of rewards."""
+    advantage_norm: NormConfig | None = None
+    """Centre and scale of advantages, over the trained tokens of the whole step."""
+    min_reward_spread: float = Field(1e-6, ge=0.0)
+    """A group whose rewards lie closer together than this teaches nothing: advantage 0."""
+    gae: GaeConfig = GaeConfig()
+    """How reward flows back over an episode."""
+    branch_discount: float = Field(1.0, gt=0.0, le=1.0)
+    """Reward of a sub-agent's branch: the episode's, times this for each edge between."""
+    kl: KlConfig | None = None
+    """Penalty for leaving the reference model; needs the section `reference`."""
+    distillation: DistillationConfig | None = None
+    """Teacher's signal in each token's reward; needs the section `teacher`."""
     mask_truncated: bool = False
     """Episodes cut short by a limit neither train nor count in their group's mean."""
     skip_zero_advantage: bool = True
     """Do not compute what cannot change the gradient. Denominators stay as they are."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        """Parts that are not given, as the kind says; so a saved recipe tells all of them."""
+        if not isinstance(given, dict):
+            return given
+        preset = PRESETS.get(given.get("kind", "grpo"))
+        if preset is None:
+            return given  # an unknown kind is told by its own field
+        said = {name: value for name, value in given.items() if value is not None}
+        parts = dict(preset)
+        bounds = said.get("rejection_sampling")
+        if bounds is not None and "behaviour_weight" not in said:
+            action = bounds.get("action") if isinstance(bounds, dict) else bounds.action
+            parts["behaviour_weight"] = action or "mask"
+        if said.get("behaviour_weight") in ("none", "full"):
+            parts.pop("rejection_sampling", None)
+        if "eps_clip" in said:
+            parts.pop("eps_clip_higher", None)
+        return {**given, **parts, **said}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.prox_logp_method in _PROXIMAL_LATER:
-            raise ValueError(
-                f"prox_logp_method: is '{self.prox_logp_method}', an approximation that is not "
-                "offered yet; must be 'recompute'. One forward pass without gradient is its cost."
-            )
-        if self.prox_logp_method != "recompute":
-            raise ValueError(
-                f"prox_logp_method: is '{self.prox_logp_method}'; must be 'recompute'."
-            )
-        if self.rejection_sampling is not None and self.kind != "decoupled_ppo":
-            raise ValueError(
-                f"rejection_sampling: given with kind '{self.kind}', which has no behaviour "
-                "weight to bound; needs kind 'decoupled_ppo'. Change the kind or remove it."
-            )
+        problems = [
+            *self._weight_problems(),
+            *self._loss_problems(),
+            *self._signal_problems(),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     @property
     def clip_range(self) -> tuple[float, float]:
         """Lowest and highest ratio that still carries a gradient towards it."""
+        assert self.eps_clip is not None, "filled in by the kind"
         higher = self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
         return 1.0 - self.eps_clip, 1.0 + higher
 
     @property
-    def is_sequence_mean(self) -> bool:
-        """Whether each sequence has the same say, however long it is."""
-        if self.aggregation is None:
-            return self.kind == "grpo"
-        return self.aggregation == "sequence_mean"
+    def needs_reference(self) -> bool:
+        """Whether log-probs of the reference model are read."""
+        return self.kl is not None
 
     @property
-    def weight_bounds(self) -> RejectionSamplingConfig:
-        """Bounds on the behaviour weight that are in force."""
-        return self.rejection_sampling or RejectionSamplingConfig()
+    def needs_teacher(self) -> bool:
+        """Whether log-probs of the teacher are read."""
+        return self.distillation is not None
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether log-probs at the start of the step are read."""
+        is_corrected = self.behaviour_weight != "none" or self.m2_threshold is not None
+        return self.clip_centre == "proximal" or is_corrected
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Whether a reward is compared with those of its siblings alone."""
+        assert self.reward_norm is not None, "filled in by the kind"
+        return self.reward_norm.mean in ("group", "leave_one_out")
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether tokens with advantage 0 have no gradient, so that they need not be computed."""
+        in_loss = self.kl is not None and self.kl.where == "loss"
+        return self.skip_zero_advantage and self.entropy_coef == 0.0 and not in_loss
+
+    def with_limit(self, max_new_tokens: int) -> "ObjectiveConfig":
+        """The same with `max_new_tokens` where a length is null."""
+        shaping = self.reward_shaping
+        if shaping.overlong_tokens is not None and shaping.overlong_limit_tokens is None:
+            shaping = shaping.model_copy(update={"overlong_limit_tokens": max_new_tokens})
+        length = self.fixed_length_tokens
+        if self.aggregation == "fixed_length" and length is None:
+            length = max_new_tokens
+        changes = {"reward_shaping": shaping, "fixed_length_tokens": length}
+        return self.model_copy(update=changes)
+
+    def _weight_problems(self) -> list[str]:
+        problems = []
+        weight, bounds = self.behaviour_weight, self.rejection_sampling
+        if weight in ("clamp", "mask") and bounds is None:
+            problems.append(
+                f"behaviour_weight: is '{weight}' without rejection_sampling, which holds its "
+                "bounds. Add the section, or use 'full' or 'none'."
+            )
+        if bounds is not None and weight != bounds.action:
+            problems.append(
+                f"rejection_sampling: has action '{bounds.action}' with behaviour_weight "
+                f"'{weight}'; they must agree. Change one of them."
+            )
+        if self.clip_centre == "behaviour" and weight != "none" and self.loss == "ppo_clip":
+            problems.append(
+                f"behaviour_weight: is '{weight}' with clip_centre 'behaviour', whose ratio holds "
+                "that factor already. Use clip_centre 'proximal', kind 'decoupled_ppo', or "
+                "behaviour_weight 'none'."
+            )
+        if self.prox_logp_method != "recompute" and not self.needs_proximal:
+            problems.append(
+                f"prox_logp_method: is '{self.prox_logp_method}' with kind '{self.kind}', which "
+                "reads no proximal log-probs. Remove it, or use clip_centre 'proximal'."
+            )
+        return problems
+
+    def _loss_problems(self) -> list[str]:
+        problems = []
+        if self.c_clip is not None and self.loss != "ppo_clip":
+            problems.append(
+                f"c_clip: is {self.c_clip:g} with loss '{self.loss}'; dual clip belongs to "
+                "'ppo_clip'. Remove it."
+            )
+        if self.loss in ("sapo", "cispo", "topr") and self.clip_centre == "proximal":
+            problems.append(
+                f"clip_centre: is 'proximal' with loss '{self.loss}', which bounds the ratio "
+                "against the sampling policy by itself; must be 'behaviour'. Change it."
+            )
+        if self.loss in ("sapo", "cispo", "topr") and self.behaviour_weight != "none":
+            problems.append(
+                f"behaviour_weight: is '{self.behaviour_weight}' with loss '{self.loss}', whose "
+                "ratio holds that factor already; must be 'none'. Remove rejection_sampling."
+            )
+        if self.fixed_length_tokens is not None and self.aggregation != "fixed_length":
+            problems.append(
+                f"fixed_length_tokens: is {self.fixed_length_tokens} with aggregation "
+                f"'{self.aggregation}', which does not read it. Remove it."
+            )
+        return problems
+
+    def _signal_problems(self) -> list[str]:
+        problems = []
+        shaping = self.reward_shaping
+        if shaping.overlong_limit_tokens is not None and shaping.overlong_tokens is None:
+            problems.append(
+                "reward_shaping.overlong_limit_tokens: is given without overlong_tokens. Give "
+                "both or neither."
+            )
+        if self.kl is not None and self.distillation is not None and self.kl.where == "reward":
+            problems.append(
+                "kl: is given with where 'reward' beside distillation; both pull each token's "
+                "reward towards another model. Remove one, or use where 'loss'."
+            )
+        method = self.gae.lambda_method
+        if method != "constant" and self.gae.gae_lambda != 1.0:
+            problems.append(
+                f"gae.gae_lambda: is {self.gae.gae_lambda:g} with lambda_method '{method}', which "
+                "makes its own. Remove one of them."
+            )
+        return problems

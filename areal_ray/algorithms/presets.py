@@ -1,0 +1,126 @@
+"""Which parts each algorithm's name stands for. A recipe may replace any of them by its own key.
+
+Formulas, sources and when to use which: docs/algorithms.md.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from areal_ray.algorithms.objective_parts import (
+    DistillationConfig,
+    NormConfig,
+    RejectionSamplingConfig,
+)
+
+ObjectiveKind = Literal[
+    "grpo",
+    "ppo",
+    "decoupled_ppo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+    "dr_grpo",
+    "lite_ppo",
+    "dapo",
+    "gspo",
+    "sapo",
+    "cispo",
+    "m2po",
+    "icepop",
+    "kpop",
+    "topr",
+    "opd",
+]
+LossName = Literal["ppo_clip", "reinforce", "gspo", "sapo", "cispo", "topr"]
+AggregationName = Literal[
+    "token_mean", "sequence_mean", "sequence_sum", "fixed_length", "rollout_mean"
+]
+BehaviourWeight = Literal["none", "full", "clamp", "mask"]
+
+_NOTHING = NormConfig()
+_GROUP = NormConfig(mean="group", std="group")
+_GROUP_MEAN = NormConfig(mean="group")
+_BATCH = NormConfig(mean="batch", std="batch")
+_CLIPPED: dict[str, Any] = {
+    "loss": "ppo_clip",
+    "clip_centre": "behaviour",
+    "behaviour_weight": "none",
+    "aggregation": "token_mean",
+    "eps_clip": 0.2,
+    "reward_norm": _GROUP,
+    "advantage_norm": _NOTHING,
+}
+"""What the rows below differ from."""
+_DECOUPLED: dict[str, Any] = {
+    **_CLIPPED,
+    "clip_centre": "proximal",
+    "behaviour_weight": "mask",
+    "rejection_sampling": RejectionSamplingConfig(upper=5.0),
+}
+_SCORE: dict[str, Any] = {
+    **_CLIPPED,
+    "loss": "reinforce",
+    # Without a ratio in the loss the weight is all that corrects for an older sampling policy.
+    "behaviour_weight": "clamp",
+    "rejection_sampling": RejectionSamplingConfig(action="clamp", upper=2.0),
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # arXiv:2402.03300, eq. 3
+    "grpo": {**_CLIPPED, "aggregation": "sequence_mean"},
+    # arXiv:1707.06347, eq. 7, with a critic
+    "ppo": {**_CLIPPED, "reward_norm": _NOTHING, "advantage_norm": _BATCH},
+    # arXiv:2505.24298, sec. 5.2
+    "decoupled_ppo": _DECOUPLED,
+    # Williams, 1992
+    "reinforce": {**_SCORE, "reward_norm": _NOTHING},
+    # arXiv:2501.03262, eq. 9
+    "reinforce_pp": {**_CLIPPED, "reward_norm": _NOTHING, "advantage_norm": _BATCH},
+    # arXiv:2501.03262, eq. 11: the group's mean, then the step's spread
+    "reinforce_pp_baseline": {**_CLIPPED, "reward_norm": _GROUP_MEAN, "advantage_norm": _BATCH},
+    # arXiv:2402.14740, eq. 8
+    "rloo": {
+        **_SCORE,
+        "aggregation": "sequence_sum",
+        "reward_norm": NormConfig(mean="leave_one_out"),
+    },
+    # arXiv:2503.20783, sec. 3.2
+    "dr_grpo": {**_CLIPPED, "aggregation": "fixed_length", "reward_norm": _GROUP_MEAN},
+    # arXiv:2508.08221, sec. 5
+    "lite_ppo": {**_CLIPPED, "reward_norm": NormConfig(mean="group", std="batch")},
+    # arXiv:2503.14476, eq. 8
+    "dapo": {**_CLIPPED, "eps_clip_higher": 0.28},
+    # arXiv:2507.18071, eq. 5 and 7
+    "gspo": {
+        **_CLIPPED,
+        "loss": "gspo",
+        "aggregation": "sequence_mean",
+        "eps_clip": 3e-4,
+        "eps_clip_higher": 4e-4,
+    },
+    # arXiv:2511.20347, eq. 5
+    "sapo": {**_CLIPPED, "loss": "sapo", "aggregation": "sequence_mean"},
+    # arXiv:2506.13585, eq. 4 and 5
+    "cispo": {**_CLIPPED, "loss": "cispo", "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    # arXiv:2510.01161, sec. 4
+    "m2po": {**_CLIPPED, "eps_clip": 1.0, "eps_clip_higher": 1e4, "m2_threshold": 0.04},
+    # arXiv:2510.18855, sec. 3.3
+    "icepop": {
+        **_DECOUPLED,
+        "rejection_sampling": RejectionSamplingConfig(lower=0.5, upper=5.0),
+    },
+    # AReaL's documentation of KPop
+    "kpop": {
+        **_DECOUPLED,
+        "rejection_sampling": RejectionSamplingConfig(metric="binary_kl", upper=2.0),
+    },
+    # arXiv:2503.14286, eq. 7
+    "topr": {**_CLIPPED, "loss": "topr", "reward_norm": _GROUP_MEAN},
+    # On-policy distillation: Agarwal et al., arXiv:2306.13649; Thinking Machines, 2025
+    "opd": {
+        **_SCORE,
+        "reward_norm": _NOTHING,
+        "distillation": DistillationConfig(),
+    },
+}
