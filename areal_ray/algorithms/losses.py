@@ -1,35 +1,57 @@
-"""Policy losses: pure functions of flat token vectors.
+"""The policy loss of a micro-batch: pure functions of flat token vectors.
 
-A loss is a *sum* over tokens, each times its own `token_weights` entry (`mean_weights`), which
+A loss is a *sum* over tokens, each times its own `token_weights` entry (`aggregation`), which
 already divides by the count over all ranks and micro-batches. So losses and gradients of
 micro-batches and ranks add up to the exact global mean, however the batch was cut.
 Masked positions may hold anything, NaN and infinities included; they are replaced before any
 arithmetic, because 0 * inf in a gradient is NaN.
 """
 
+from dataclasses import dataclass, fields, replace
+
 import torch
 from torch import Tensor
 
+from areal_ray.algorithms.correction import Correction, behaviour_weights, m2po_kept
+from areal_ray.algorithms.kl import kl_estimate
 from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.algorithms.surrogates import (
+    TokenSums,
+    bounded_exp,
+    cispo_loss,
+    gspo_loss,
+    masked,
+    old_kl,
+    ratio_sums,
+    reinforce_loss,
+    sapo_loss,
+    topr_loss,
+    weighted_sum,
+)
 
-_MAX_LOG_RATIO = 20.0
-"""exp of it is 4.9e8: finite in float32 also after squares and products."""
 
-TokenSums = dict[str, Tensor]
-"""[] detached sums over tokens (`max_*`: largest values), to be divided by `tokens`."""
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """The trained tokens of one micro-batch; all [T]. Its rows hold whole sequences."""
 
-
-def mean_weights(sequence_tokens: Tensor, num_global: int, *, per_sequence: bool) -> Tensor:
-    """[T] weight of each token's loss that makes the sum over everything the global mean.
-
-    Args:
-        sequence_tokens: [T] number of trained tokens of the sequence the token belongs to.
-        num_global: Trained tokens, or sequences with any, over all ranks and micro-batches.
-        per_sequence: Mean over sequences of the mean of each, instead of over tokens.
-    """
-    if per_sequence:
-        return 1.0 / (sequence_tokens * num_global)
-    return torch.full_like(sequence_tokens, 1.0 / num_global)
+    logprobs: Tensor
+    """log pi of the sampled tokens; carries the gradient."""
+    behaviour_logprobs: Tensor
+    """The same as sampled."""
+    advantages: Tensor
+    """Constant; of each token."""
+    token_weights: Tensor
+    """From `aggregation`: the sum of weight * loss over everything is the global value."""
+    sequence_ids: Tensor
+    """int64, counted from 0 in the micro-batch: equal on the tokens of one trajectory."""
+    proximal_logprobs: Tensor | None = None
+    """At the start of the step; None: no update was taken since, the policy still is it."""
+    reference_logprobs: Tensor | None = None
+    """Of the reference model; needed where the objective has a KL in the loss."""
+    entropy: Tensor | None = None
+    """Of the next-token distribution, in nats, with gradient; needed where entropy_coef > 0."""
+    m2_kept: Tensor | None = None
+    """bool: what `m2po_kept` left of the whole minibatch; None: judge this micro-batch alone."""
 
 
 def ppo_clip_loss(
@@ -53,7 +75,7 @@ def ppo_clip_loss(
         old_logprobs: [T] the same under the policy the clip is centred on.
         advantages: [T].
         loss_mask: [T] bool, True on tokens that train.
-        token_weights: [T] from `mean_weights`.
+        token_weights: [T] from `aggregation`.
         clip_range: Lowest and highest ratio.
         c_clip: > 1, or None for no dual clip.
         factor: [T] constant factor of each token's loss (the behaviour weight).
@@ -61,10 +83,9 @@ def ppo_clip_loss(
     Returns:
         [] loss to call backward() on, and sums for metrics.
     """
-    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, zero)
-    advantages = torch.where(loss_mask, advantages, zero)
-    ratio = torch.exp(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    log_ratio = masked(logprobs - old_logprobs, loss_mask)
+    advantages = masked(advantages, loss_mask)
+    ratio = bounded_exp(log_ratio)
     clipped = ratio.clamp(*clip_range)
     losses = torch.maximum(-ratio * advantages, -clipped * advantages)
     is_dual = torch.zeros_like(loss_mask)
@@ -73,117 +94,106 @@ def ppo_clip_loss(
         is_dual = loss_mask & (advantages < 0) & (losses > ceiling)
         losses = torch.where(is_dual, ceiling, losses)
     if factor is not None:
-        losses = losses * torch.where(loss_mask, factor, zero)
-    loss = (losses * torch.where(loss_mask, token_weights, zero)).sum()
-    sums = {
-        "tokens": loss_mask.sum(),
-        "clipped": (loss_mask & (ratio != clipped)).sum(),
-        "dual_clipped": is_dual.sum(),
-        "ratio": ratio.detach().masked_fill(~loss_mask, 0.0).sum(),
-        "max_ratio": _largest(ratio, loss_mask),
-        "policy_kl": _kl(log_ratio).sum(),
-    }
-    return loss, sums
+        losses = losses * masked(factor, loss_mask)
+    sums = ratio_sums(log_ratio, loss_mask, ratio != clipped)
+    sums["dual_clipped"] = is_dual.sum()
+    return weighted_sum(losses, token_weights, loss_mask), sums
 
 
-def decoupled_ppo_loss(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    token_weights: Tensor,
-    *,
-    clip_range: tuple[float, float] = (0.8, 1.2),
-    c_clip: float | None = None,
-    max_behaviour_weight: float = 5.0,
-    min_behaviour_weight: float = 0.0,
-    clamp_weight: bool = False,
-) -> tuple[Tensor, TokenSums]:
-    """PPO that clips around the proximal policy and reweights from the behaviour policy.
+def policy_loss(objective: ObjectiveConfig, columns: TokenColumns) -> tuple[Tensor, TokenSums]:
+    """The loss `objective` asks for, over the trained tokens of one micro-batch.
 
-    Per token: -weight * min(ratio * A, clip(ratio) * A), where ratio = pi / pi_proximal and
-    weight = pi_proximal / pi_behaviour. Plain PPO if weight = 1. Hilton et al.,
-    arXiv:2110.00641; AReaL, arXiv:2505.24298, sec. 5.2.
-
-    Args:
-        logprobs: [T] log pi(token); carries the gradient.
-        proximal_logprobs: [T] the same at the start of the step.
-        behaviour_logprobs: [T] the same as sampled.
-        advantages: [T].
-        loss_mask: [T] bool, True on tokens that train.
-        token_weights: [T] from `mean_weights`.
-        clip_range: Lowest and highest ratio.
-        c_clip: > 1, or None for no dual clip.
-        max_behaviour_weight: Tokens above it are left out, or clamped to it.
-        min_behaviour_weight: The same below.
-        clamp_weight: Clamp instead of leaving out.
+    Sum over tokens of token_weight * (behaviour weight * surrogate + kl_ctl * KL to the
+    reference - entropy_coef * entropy); the last two where the objective has them.
 
     Returns:
-        [] loss to call backward() on, and sums for metrics: `raw_weight` before any bound,
-        `used_weight` after, `outside` the tokens that a bound concerned.
+        [] loss to call backward() on, and sums for metrics. `policy_kl` is KL(proximal ||
+        policy), `behaviour_kl` KL(behaviour || policy as the ratio or weight sees it), nats.
     """
-    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    drift = torch.where(loss_mask, proximal_logprobs - behaviour_logprobs, zero).detach()
-    raw = torch.exp(drift.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-    low, high = min_behaviour_weight, max_behaviour_weight
-    outside = loss_mask & ((raw > high) | (raw < low))
-    weight = raw.clamp(low, high) if clamp_weight else torch.where(outside, zero, raw)
-    loss, sums = ppo_clip_loss(
-        logprobs, proximal_logprobs, advantages, loss_mask, token_weights,
-        clip_range=clip_range, c_clip=c_clip, factor=weight,
-    )  # fmt: skip
-    sums |= {
-        "outside": outside.sum(),
-        "raw_weight": raw.masked_fill(~loss_mask, 0.0).sum(),
-        "max_raw_weight": _largest(raw, loss_mask),
-        "used_weight": weight.masked_fill(~loss_mask, 0.0).sum(),
-        "behaviour_kl": _kl(drift).sum(),
-    }
+    columns = _in_float32(columns)
+    mask = torch.ones_like(columns.sequence_ids, dtype=torch.bool)
+    proximal = columns.proximal_logprobs
+    if proximal is None:
+        proximal = columns.logprobs.detach()
+    weights, sums = columns.token_weights, TokenSums()
+    if objective.behaviour_weight != "none":
+        correction = _correction(objective, columns, proximal, mask)
+        weights = weights * correction.weights
+        drift = proximal - columns.behaviour_logprobs
+        sums |= correction.sums(old_kl(drift))
+    if objective.m2_threshold is not None:
+        kept = columns.m2_kept
+        if kept is None:
+            kept = m2po_kept(proximal, columns.behaviour_logprobs, mask, objective.m2_threshold)
+        weights = masked(weights, kept)
+        sums |= {"kept": kept.sum(), "outside": (~kept).sum()}
+    loss, surrogate_sums = _surrogate(objective, columns, proximal, mask, weights)
+    penalty, penalty_sums = _penalties(objective, columns)
+    return loss + penalty, surrogate_sums | sums | penalty_sums
+
+
+def _correction(
+    objective: ObjectiveConfig, columns: TokenColumns, proximal: Tensor, mask: Tensor
+) -> Correction:
+    bounds = objective.rejection_sampling
+    return behaviour_weights(
+        proximal, columns.behaviour_logprobs, mask, bounds, columns.sequence_ids
+    )
+
+
+def _surrogate(
+    objective: ObjectiveConfig,
+    columns: TokenColumns,
+    proximal: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+) -> tuple[Tensor, TokenSums]:
+    """The loss without KL and entropy; its `policy_kl` is renamed where it is the behaviour's."""
+    is_centred = objective.clip_centre == "proximal" or objective.behaviour_weight != "none"
+    old = proximal if is_centred else columns.behaviour_logprobs
+    flat = (columns.logprobs, old, columns.advantages, mask, weights)
+    clip_range, ids = objective.clip_range, columns.sequence_ids
+    match objective.loss:
+        case "reinforce":
+            loss, sums = reinforce_loss(*flat)
+        case "gspo":
+            loss, sums = gspo_loss(*flat, sequence_ids=ids, clip_range=clip_range)
+        case "sapo":
+            temperatures = (objective.sapo_tau_pos, objective.sapo_tau_neg)
+            loss, sums = sapo_loss(*flat, temperatures=temperatures)
+        case "cispo":
+            loss, sums = cispo_loss(*flat, clip_range=clip_range)
+        case "topr":
+            loss, sums = topr_loss(*flat, sequence_ids=ids)
+        case _:
+            loss, sums = ppo_clip_loss(*flat, clip_range=clip_range, c_clip=objective.c_clip)
+    if not is_centred:
+        sums["behaviour_kl"] = sums.pop("policy_kl")
     return loss, sums
 
 
-def policy_loss(
-    objective: ObjectiveConfig,
-    logprobs: Tensor,
-    proximal_logprobs: Tensor | None,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    token_weights: Tensor,
-) -> tuple[Tensor, TokenSums]:
-    """The loss `objective` asks for; all tensors [T].
-
-    `proximal_logprobs` is read by decoupled_ppo alone; None means that no update was taken yet
-    in this step, so that the policy still is the proximal one.
-    """
-    if objective.kind != "decoupled_ppo":
-        loss, sums = ppo_clip_loss(
-            logprobs, behaviour_logprobs, advantages, loss_mask, token_weights,
-            clip_range=objective.clip_range, c_clip=objective.c_clip,
-        )  # fmt: skip
-        sums["behaviour_kl"] = sums.pop("policy_kl")  # the clip's centre is the behaviour policy
-        return loss, sums
-    bounds = objective.weight_bounds
-    proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
-    return decoupled_ppo_loss(
-        logprobs, proximal, behaviour_logprobs, advantages, loss_mask, token_weights,
-        clip_range=objective.clip_range, c_clip=objective.c_clip,
-        max_behaviour_weight=bounds.upper, min_behaviour_weight=bounds.lower or 0.0,
-        clamp_weight=bounds.action == "clamp",
-    )  # fmt: skip
+def _penalties(objective: ObjectiveConfig, columns: TokenColumns) -> tuple[Tensor, TokenSums]:
+    """[] KL to the reference less the entropy bonus, each as far as the objective has it."""
+    total, sums = columns.token_weights.new_zeros(()), TokenSums()
+    if objective.kl is not None and objective.kl.where == "loss":
+        reference = columns.reference_logprobs
+        assert reference is not None, "the objective has a KL in the loss: reference_logprobs"
+        estimates = kl_estimate(columns.logprobs, reference, objective.kl.estimator)
+        total = total + objective.kl.kl_ctl * (columns.token_weights * estimates).sum()
+        sums["kl_reference"] = estimates.detach().sum()
+    if objective.entropy_coef > 0.0:
+        assert columns.entropy is not None, "entropy_coef > 0: entropy with gradient"
+        bonus = (columns.token_weights * columns.entropy).sum()
+        total = total - objective.entropy_coef * bonus
+    return total, sums
 
 
-def _kl(log_ratio: Tensor) -> Tensor:
-    """[T] k3 estimate of KL(old || new) in nats at tokens of `old`; never negative.
-
-    exp(d) - 1 - d with d = log new - log old. Schulman, "Approximating KL divergence", 2020.
-    """
-    bounded = log_ratio.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return torch.expm1(bounded) - bounded
-
-
-def _largest(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """[] largest of the values where the mask is True, which are not negative; 0 of none."""
-    known = values.detach().masked_fill(~loss_mask, 0.0)
-    return known.max() if len(known) else known.sum()
+def _in_float32(columns: TokenColumns) -> TokenColumns:
+    """The same with half-precision columns widened: a sum of thousands of them loses all digits."""
+    found = {field.name: getattr(columns, field.name) for field in fields(columns)}
+    wide = {
+        name: column.float()
+        for name, column in found.items()
+        if column is not None and column.dtype in (torch.bfloat16, torch.float16)
+    }
+    return replace(columns, **wide) if wide else columns
