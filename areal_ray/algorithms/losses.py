@@ -115,17 +115,17 @@ def policy_loss(objective: ObjectiveConfig, columns: TokenColumns) -> tuple[Tens
     proximal = columns.proximal_logprobs
     if proximal is None:
         proximal = columns.logprobs.detach()
-    weights, sums = columns.token_weights, TokenSums()
+    weights, sums, survivors = columns.token_weights, TokenSums(), mask
     if objective.behaviour_weight != "none":
         correction = _correction(objective, columns, proximal, mask)
-        weights = weights * correction.weights
+        weights, survivors = weights * correction.weights, correction.kept
         drift = proximal - columns.behaviour_logprobs
         sums |= correction.sums(old_kl(drift))
     if objective.m2_threshold is not None:
         kept = columns.m2_kept
         if kept is None:
             kept = m2po_kept(proximal, columns.behaviour_logprobs, mask, objective.m2_threshold)
-        weights = masked(weights, kept)
+        weights, kept = masked(weights, kept), kept & survivors
         sums |= {"kept": kept.sum(), "outside": (~kept).sum()}
     loss, surrogate_sums = _surrogate(objective, columns, proximal, mask, weights)
     penalty, penalty_sums = _penalties(objective, columns)

@@ -4,7 +4,8 @@
 key. Read by the train engine; `shaping`, `normalise`, `gae`, `losses` and `correction` do the work.
 """
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,12 +23,19 @@ from areal_ray.algorithms.presets import (
     BehaviourWeight,
     LossName,
     ObjectiveKind,
+    completed_sections,
+    implied_parts,
 )
 from areal_ray.core.config import Config
 
 
 class ObjectiveConfig(Config):
     """Rewards to advantages, policy loss, correction and aggregation of one RL step."""
+
+    former_keys: ClassVar[Mapping[str, str]] = {
+        "advantage": "Use reward_norm: {mean: group, std: group} for group_mean_std, and "
+        "{mean: group} for group_mean."
+    }
 
     kind: ObjectiveKind = "grpo"
     """Algorithm: the parts below that are null are as its name says."""
@@ -99,7 +107,8 @@ class ObjectiveConfig(Config):
         if preset is None:
             return given  # an unknown kind is told by its own field
         said = {name: value for name, value in given.items() if value is not None}
-        parts = dict(preset)
+        parts = {**preset, **implied_parts(preset, said)}
+        said |= completed_sections(parts, said)
         bounds = said.get("rejection_sampling")
         if bounds is not None and "behaviour_weight" not in said:
             action = bounds.get("action") if isinstance(bounds, dict) else bounds.action
@@ -152,9 +161,27 @@ class ObjectiveConfig(Config):
 
     @property
     def may_skip(self) -> bool:
-        """Whether tokens with advantage 0 have no gradient, so that they need not be computed."""
-        in_loss = self.kl is not None and self.kl.where == "loss"
-        return self.skip_zero_advantage and self.entropy_coef == 0.0 and not in_loss
+        """Whether tokens with advantage 0 have no say, so that they need not be computed.
+
+        Under M2PO they have: which tokens are left out depends on all of a minibatch.
+        """
+        return (
+            self.skip_zero_advantage and not self.has_other_gradient and self.m2_threshold is None
+        )
+
+    @property
+    def has_other_gradient(self) -> bool:
+        """Whether a token with advantage 0 has a gradient all the same."""
+        return self.entropy_coef > 0.0 or self.has_kl("loss")
+
+    @property
+    def has_token_rewards(self) -> bool:
+        """Whether another model's log-probs are part of each token's reward."""
+        return self.has_kl("reward") or self.distillation is not None
+
+    def has_kl(self, where: Literal["reward", "loss"]) -> bool:
+        """Whether the KL to the reference model stands there."""
+        return self.kl is not None and self.kl.where == where
 
     def with_limit(self, max_new_tokens: int) -> "ObjectiveConfig":
         """The same with `max_new_tokens` where a length is null."""
@@ -180,7 +207,8 @@ class ObjectiveConfig(Config):
                 f"rejection_sampling: has action '{bounds.action}' with behaviour_weight "
                 f"'{weight}'; they must agree. Change one of them."
             )
-        if self.clip_centre == "behaviour" and weight != "none" and self.loss == "ppo_clip":
+        has_ratio = self.loss in ("ppo_clip", "gspo")
+        if self.clip_centre == "behaviour" and weight != "none" and has_ratio:
             problems.append(
                 f"behaviour_weight: is '{weight}' with clip_centre 'behaviour', whose ratio holds "
                 "that factor already. Use clip_centre 'proximal', kind 'decoupled_ppo', or "
@@ -209,6 +237,17 @@ class ObjectiveConfig(Config):
             problems.append(
                 f"behaviour_weight: is '{self.behaviour_weight}' with loss '{self.loss}', whose "
                 "ratio holds that factor already; must be 'none'. Remove rejection_sampling."
+            )
+        if self.loss == "reinforce" and self.clip_centre == "proximal":
+            problems.append(
+                "clip_centre: is 'proximal' with loss 'reinforce', which takes no ratio; must be "
+                "'behaviour'. Change it; behaviour_weight corrects for an older sampling policy."
+            )
+        if self.loss != "sapo" and (self.sapo_tau_pos, self.sapo_tau_neg) != (1.0, 1.05):
+            problems.append(
+                f"sapo_tau_pos, sapo_tau_neg: are {self.sapo_tau_pos:g} and {self.sapo_tau_neg:g} "
+                f"with loss '{self.loss}', which does not read them. Remove them, or use kind "
+                "'sapo'."
             )
         if self.fixed_length_tokens is not None and self.aggregation != "fixed_length":
             problems.append(

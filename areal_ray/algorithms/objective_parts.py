@@ -40,6 +40,12 @@ class RejectionSamplingConfig(Config):
                 f"action: is 'clamp' with metric '{self.metric}'; only a ratio is a weight that "
                 "can be clamped. Use action 'mask' or metric 'ratio'."
             )
+        if (self.action, self.level, self.aggregation) == ("clamp", "sequence", "max"):
+            raise ValueError(
+                "action: is 'clamp' with level 'sequence' and aggregation 'max'; the largest ratio "
+                "of a sequence is no weight for its other tokens. Use aggregation 'mean' or 'sum', "
+                "or level 'token'."
+            )
         if self.metric == "ratio" and self.upper < 1.0:
             raise ValueError(
                 f"upper: is {self.upper:g} with metric 'ratio'; must be >= 1, or a policy that has "
@@ -58,6 +64,11 @@ class RejectionSamplingConfig(Config):
             raise ValueError(
                 f"lower: is {lower:g} with metric 'ratio'; must be in 0..1, since a policy that "
                 "has not moved has ratio 1. Change it."
+            )
+        if self.metric == "kl_k1" and lower > 0.0:
+            raise ValueError(
+                f"lower: is {lower:g} with metric 'kl_k1'; must be <= 0, its value where the "
+                "policy has not moved. Lower it."
             )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl"):
             raise ValueError(
@@ -92,6 +103,8 @@ class NormConfig(Config):
     whole step, or nothing."""
     std: NormScope = "none"
     """What it is divided by: the standard deviation of the group, of the whole step, or nothing."""
+    unbiased: bool = False
+    """The variance is the sum of squares over n - 1 instead of n; a single value is not divided."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -66,6 +66,8 @@ _SCORE: dict[str, Any] = {
     "rejection_sampling": RejectionSamplingConfig(action="clamp", upper=2.0),
 }
 
+_SECTIONS = ("rejection_sampling", "reward_norm", "advantage_norm", "distillation")
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2402.03300, eq. 3
     "grpo": {**_CLIPPED, "aggregation": "sequence_mean"},
@@ -124,3 +126,41 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "distillation": DistillationConfig(),
     },
 }
+
+
+def implied_parts(preset: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The behaviour weight that a loss or centre other than the preset's needs.
+
+    Only where nothing is said of the weight: it is never lost by omission.
+    """
+    if "behaviour_weight" in said or "rejection_sampling" in said:
+        return {}
+    loss, centre = said.get("loss", preset["loss"]), said.get("clip_centre", preset["clip_centre"])
+    if preset["behaviour_weight"] != "none":
+        return {}
+    if loss == "reinforce":
+        source = _SCORE
+    elif centre == "proximal":
+        source = _DECOUPLED
+    else:
+        return {}
+    return {name: source[name] for name in ("behaviour_weight", "rejection_sampling")}
+
+
+def completed_sections(
+    preset: Mapping[str, Any], said: Mapping[str, Any]
+) -> Mapping[str, dict[str, Any]]:
+    """Sections given in part, with the preset's values for the rest of their keys.
+
+    So `rejection_sampling: {upper: 3}` leaves KPop its metric. Bounds given for another metric
+    begin anew: those of the preset's mean something else.
+    """
+    completed = {}
+    for name in _SECTIONS:
+        section, known = said.get(name), preset.get(name)
+        if not isinstance(section, dict) or known is None:
+            continue
+        ours = known.model_dump()
+        if section.get("metric", ours.get("metric")) == ours.get("metric"):
+            completed[name] = ours | section
+    return completed
