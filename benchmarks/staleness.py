@@ -1,0 +1,135 @@
+"""What staleness does to learning, by bound and objective, on the real asynchronous system.
+
+    python -m benchmarks.staleness [--quick] [--seeds N] [--steps N] [--json FILE]
+
+Whole runs of recipes/calculator/grpo.yaml by `launch`, from the same warm start for each seed:
+max_head_offpolicyness 0, 2, 4 and 8 under PPO clip around the sampling policy, decoupled PPO, and
+decoupled PPO with IcePop's and KPop's masks, each with its documented settings. Rollouts run ahead
+as far as they may, so that most groups are near the bound. Held-out accuracy after the last step
+and its lowest value after the best one tell learning and collapse. Seeds are the outer loop: a
+table of fewer seeds than asked is complete for those. One seed misleads; claim what five show.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import FILEROOT, end_of, finish, ray_session, run, start, table
+
+RECIPE = "recipes/calculator/grpo.yaml"
+BOUNDS = (0, 2, 4, 8)
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "PPO clip": ("objective.kind=grpo",),
+    "decoupled": ("objective.kind=decoupled_ppo",),
+    "decoupled + IcePop": ("objective.kind=icepop",),
+    "decoupled + KPop": ("objective.kind=kpop",),
+}
+SIDE_BY_SIDE = 2
+"""Runs at once: as many as there are cores."""
+
+
+def runs_of(seed: int, num_steps: int) -> list[dict[str, Any]]:
+    """One row for each bound and objective."""
+    if not (FILEROOT / f"calculator-warm-{seed}" / "model" / "config.json").exists():
+        run("recipes/calculator/sft.yaml", [f"seed={seed}"])
+    asked = [(bound, name) for bound in BOUNDS for name in OBJECTIVES]
+    rows = []
+    for first in range(0, len(asked), SIDE_BY_SIDE):
+        some = asked[first : first + SIDE_BY_SIDE]
+        under_way = [(bound, name, _start(seed, bound, name, num_steps)) for bound, name in some]
+        for bound, name, handle in under_way:
+            row = _row(seed, bound, name, end_of(handle))
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    return rows
+
+
+def _start(seed: int, bound: int, name: str, num_steps: int) -> Any:
+    return start(
+        RECIPE,
+        [
+            f"name=staleness-{bound}-{'-'.join(name.lower().split())}-{seed}",
+            f"seed={seed}",
+            f"steps={num_steps}",
+            f"admission.max_head_offpolicyness={bound}",
+            "objective.eps_clip_higher=null",
+            "objective.eps_clip=0.2",
+            *OBJECTIVES[name],
+        ],
+    )
+
+
+def _row(seed: int, bound: int, name: str, done: Any) -> dict[str, Any]:
+    curve = [point.accuracy for point in done.summary.eval.curve]
+    steps = [row for row in done.rows if row["kind"] == "step"]
+    best = max(range(len(curve)), key=curve.__getitem__)
+    return {
+        "seed": seed,
+        "bound": bound,
+        "objective": name,
+        "before": done.summary.eval.before,
+        "after": done.summary.eval.after,
+        "lowest_after_best": min(curve[best:]),
+        "staleness": done.summary.staleness.mean,
+        "max_staleness": done.summary.staleness.max,
+        "rejected": statistics.fmean(row.get("learner/rejected_fraction") or 0.0 for row in steps),
+        "clipped": statistics.fmean(row.get("learner/clipped_fraction") or 0.0 for row in steps),
+        "reward_last": statistics.fmean(row["reward/mean"] for row in steps[-5:]),
+        "curve": curve,
+    }
+
+
+def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Median (lowest to highest) held-out accuracy after the last step; and what went with it."""
+    columns = [("bound", 5), ("objective", 20), ("held-out after, median", 24), ("reward", 7)]
+    columns += [("fell back", 10), ("staleness", 10), ("clipped", 8), ("rejected", 9)]
+    lines = []
+    for bound in BOUNDS:
+        for name in OBJECTIVES:
+            some = [r for r in rows if r["bound"] == bound and r["objective"] == name]
+            if some:
+                lines.append(_line(bound, name, some))
+    return table(columns, lines)
+
+
+def _line(bound: int, name: str, some: Sequence[dict[str, Any]]) -> list[str]:
+    after = [row["after"] for row in some]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(row[key] for row in some)
+
+    fell = max(max(row["curve"]) - row["lowest_after_best"] for row in some)
+    return [
+        str(bound),
+        name,
+        f"{statistics.median(after):.3f} ({min(after):.3f} to {max(after):.3f})",
+        f"{mean('reward_last'):.3f}",
+        f"{fell:.3f}",
+        f"{mean('staleness'):.2f}",
+        f"{mean('clipped'):.1%}",
+        f"{mean('rejected'):.2%}",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run, print the table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one seed, ten steps")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    chosen = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    with ray_session(num_cpus=8):
+        for seed in range(1 if chosen.quick else chosen.seeds):
+            rows += runs_of(seed, 10 if chosen.quick else chosen.steps)
+            print(accuracy_table(rows), flush=True)
+    finish(accuracy_table(rows), rows, chosen.json)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
