@@ -264,6 +264,12 @@ class ObjectiveConfig(Config):
                 "reward_shaping.overlong_limit_tokens: is given without overlong_tokens. Give "
                 "both or neither."
             )
+        if self.advantage_norm is not None and self.advantage_norm.mean == "leave_one_out":
+            problems.append(
+                "advantage_norm.mean: is 'leave_one_out', which is a baseline of rewards: each "
+                "token would be compared with the other tokens. Use it in reward_norm, and here "
+                "'batch', 'group' or 'none'."
+            )
         if self.kl is not None and self.distillation is not None and self.kl.where == "reward":
             problems.append(
                 "kl: is given with where 'reward' beside distillation; both pull each token's "

@@ -1,0 +1,133 @@
+"""A teacher's signal: expected gradients over a whole small vocabulary, exact KLs."""
+
+import numpy as np
+import pytest
+import torch
+
+from areal_ray.algorithms.distillation import full_kl, reverse_kl_rewards, topk_kl
+from areal_ray.algorithms.losses import policy_loss
+from areal_ray.algorithms.objective import ObjectiveConfig
+from tests.support.columns import column, columns_of, finite_differences, gradient
+
+LOGITS = column(0.4, -0.3, 1.0, -2.0, 0.0)
+TEACHER = torch.log_softmax(column(0.1, 1.2, -0.5, 0.3, -1.0), 0)
+
+
+def _log_policy(logits):
+    return torch.log_softmax(logits, -1)
+
+
+def _kl(log_p, log_q):
+    return (log_p.exp() * (log_p - log_q)).sum()
+
+
+def _expected_gradient(objective, advantages):
+    """Of the objective's loss, over every token of the vocabulary by its probability."""
+    policy = _log_policy(LOGITS)
+    return gradient(
+        lambda x: policy_loss(
+            objective,
+            columns_of(_log_policy(x), policy, advantages, range(5), token_weights=policy.exp()),
+        )[0],
+        LOGITS,
+    )
+
+
+@pytest.mark.parametrize("kind", ["opd", "grpo"])
+def test_distillation_follows_the_gradient_of_the_reverse_kl(kind):
+    signal = reverse_kl_rewards(TEACHER.numpy(), _log_policy(LOGITS).numpy())
+    found = _expected_gradient(ObjectiveConfig(kind=kind), torch.from_numpy(signal))
+    exact = gradient(lambda x: _kl(_log_policy(x), TEACHER), LOGITS)
+    torch.testing.assert_close(found, exact)
+    assert exact.abs().max() > 0.1
+
+
+def test_beside_rewards_the_gradients_add_up():
+    rewards = column(1.0, 0.0, -1.0, 0.5, 2.0)
+    signal = torch.from_numpy(
+        reverse_kl_rewards(TEACHER.numpy(), _log_policy(LOGITS).numpy(), weight=0.3)
+    )
+    found = _expected_gradient(ObjectiveConfig(kind="opd"), rewards + signal)
+    exact = gradient(
+        lambda x: 0.3 * _kl(_log_policy(x), TEACHER) - (_log_policy(x).exp() * rewards).sum(),
+        LOGITS,
+    )
+    torch.testing.assert_close(found, exact)
+
+
+def test_differentiating_the_sampled_gap_would_teach_nothing():
+    """Why the signal goes into the reward."""
+    policy = _log_policy(LOGITS)
+    noise = gradient(lambda x: (policy.exp() * (_log_policy(x) - TEACHER)).sum(), LOGITS)
+    torch.testing.assert_close(noise, torch.zeros_like(LOGITS))
+
+
+def test_the_signal_can_be_weighted_and_cut():
+    teacher, policy = np.array([-1.0, -9.0, -0.1]), np.array([-2.0, -1.0, -0.1])
+    np.testing.assert_allclose(reverse_kl_rewards(teacher, policy), [1.0, -8.0, 0.0])
+    found = reverse_kl_rewards(teacher, policy, weight=0.5, clip=2.0)
+    np.testing.assert_allclose(found, [0.5, -1.0, 0.0])
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_the_full_kl_is_exact_with_its_gradient(direction):
+    teacher = TEACHER[None]
+
+    def exact(logits):
+        pair = (_log_policy(logits), TEACHER)
+        return _kl(*(pair if direction == "reverse" else pair[::-1]))
+
+    def found(logits):
+        return full_kl(logits[None], teacher, direction=direction).sum()
+
+    assert found(LOGITS).item() == pytest.approx(exact(LOGITS).item())
+    torch.testing.assert_close(gradient(found, LOGITS), gradient(exact, LOGITS))
+    torch.testing.assert_close(gradient(found, LOGITS), finite_differences(found, LOGITS))
+
+
+def test_the_temperature_divides_both():
+    found = full_kl(LOGITS[None], TEACHER[None], temperature=2.0).item()
+    expected = _kl(_log_policy(LOGITS / 2), _log_policy(TEACHER / 2)).item()
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_top_k_list_with_its_rest_approaches_the_exact_kl_from_below(direction):
+    policy = _log_policy(LOGITS)
+    exact = full_kl(LOGITS[None], TEACHER[None], direction=direction).item()
+    order = TEACHER.argsort(descending=True)
+    found = [
+        topk_kl(policy[order[:k]][None], TEACHER[order[:k]][None], direction=direction).item()
+        for k in range(1, 6)
+    ]
+    assert found == sorted(found)
+    assert 0.0 < found[0] < exact - 1e-3
+    assert found[3] == pytest.approx(exact)  # the rest is a single token
+    assert found[4] == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_top_k_gradient_agrees_with_finite_differences(direction):
+    chosen = torch.tensor([0, 3])
+
+    def value(logits):
+        listed = _log_policy(logits)[chosen][None]
+        return topk_kl(listed, TEACHER[chosen][None], direction=direction).sum()
+
+    slope = gradient(value, LOGITS)
+    torch.testing.assert_close(slope, finite_differences(value, LOGITS))
+    assert slope.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_certain_and_impossible_tokens_stay_finite(dtype, direction):
+    extremes = torch.tensor([[0.0, -1e4], [-1e4, 0.0], [-1e4, -1e4], [-0.7, -0.7]], dtype=dtype)
+    for teacher in extremes:
+        for of in (topk_kl, full_kl):
+            student = extremes.clone().requires_grad_(True)
+            value = of(student, teacher.expand(4, 2), direction=direction)
+            value.sum().backward()
+            assert torch.isfinite(value).all()
+            assert torch.isfinite(student.grad).all()
+            assert (value > -1e-4).all()
