@@ -154,7 +154,8 @@ class ActorGraph:
         setup = LearnerSetup(
             model_path=self.begin.model_path,
             config=recipe.learner,
-            objective=recipe.objective,
+            objective=recipe.objective.with_limit(recipe.rollout.sampling.max_new_tokens),
+            companions=recipe.companions,
             temperature=recipe.rollout.sampling.temperature,
             total_steps=total_steps,
             num_ranks=recipe.learner.ranks,

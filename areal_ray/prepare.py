@@ -8,7 +8,7 @@ from areal_ray.actors import StartPoint
 from areal_ray.checkpoint import Checkpoints
 from areal_ray.core.imports import resolve
 from areal_ray.errors import ArealRayError, DataError, RecipeError
-from areal_ray.recipe import Recipe, model_recipe
+from areal_ray.recipe import Recipe, absolute_path, model_recipe
 from areal_ray.runtime.saving import CHECKPOINTS_FOLDER
 
 
@@ -24,7 +24,7 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
         DataError: There is no checkpoint to resume from.
     """
     if not resume:
-        return StartPoint(_absolute(recipe.model_path))
+        return StartPoint(absolute_path(recipe.model_path))
     found = Checkpoints(recipe.folder / CHECKPOINTS_FOLDER).latest()
     for told in found.skipped:
         tell(told)
@@ -83,8 +83,3 @@ def _call(function: Callable[[Path, int], object], name: str, folder: Path, seed
         raise RecipeError(
             f"model.create: {name} failed: {type(error).__name__}: {error}"
         ) from error
-
-
-def _absolute(model_path: str) -> str:
-    """A folder as an absolute path, since actors may work elsewhere; a hub name as it is."""
-    return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path

@@ -20,8 +20,15 @@ from areal_ray.core import typed_yaml, yaml_tree
 from areal_ray.core.config import Config
 from areal_ray.core.imports import import_roots
 from areal_ray.core.versions import AdmissionConfig
+from areal_ray.engines.objective_checks import Surroundings, objective_problems
 from areal_ray.engines.sft import SftConfig
-from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.engines.train_config import (
+    Companions,
+    CriticConfig,
+    LearnerConfig,
+    ReferenceConfig,
+    TeacherConfig,
+)
 from areal_ray.errors import RecipeError
 from areal_ray.rewards.reward import RewardConfig
 from areal_ray.run_folder import RECIPE_FILE as RECIPE_FILE
@@ -48,7 +55,7 @@ _NEEDED = {
 }
 _REFUSED = {
     "rl": ("sft",),
-    "sft": ("tasks", "reward", "admission", "evaluation"),
+    "sft": ("tasks", "reward", "admission", "evaluation", "critic", "reference", "teacher"),
     "eval": ("sft", "admission"),
 }
 
@@ -76,6 +83,12 @@ class Recipe(Config):
     """How many groups a step takes, and how far rollouts run ahead."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is maximised."""
+    critic: CriticConfig | None = None
+    """Value model beside the policy (kind ppo)."""
+    reference: ReferenceConfig | None = None
+    """Frozen model that objective.kl is measured against."""
+    teacher: TeacherConfig | None = None
+    """Frozen model that objective.distillation learns from."""
     rollout: RolloutConfig = RolloutConfig()
     """The generation engines."""
     learner: LearnerConfig = LearnerConfig()
@@ -124,7 +137,25 @@ class Recipe(Config):
     @property
     def model_path(self) -> str:
         """Folder or hub name of the model, with seed and fileroot in it."""
-        path = self.model.path.replace(_FILEROOT, self.cluster.fileroot)
+        return self._placed(self.model.path)
+
+    @property
+    def companions(self) -> Companions:
+        """The models beside the policy; `model_path` where a section gives no path of its own."""
+
+        def place(section: CriticConfig | ReferenceConfig | TeacherConfig | None) -> str:
+            wanted = None if section is None else self._placed(section.path or self.model.path)
+            return "" if wanted is None else absolute_path(wanted)
+
+        return Companions(
+            reference_path=place(self.reference),
+            teacher_path=place(self.teacher),
+            critic_path=place(self.critic),
+            critic=self.critic or CriticConfig(),
+        )
+
+    def _placed(self, path: str) -> str:
+        path = path.replace(_FILEROOT, self.cluster.fileroot)
         return path.replace(_SEED, str(self.seed))
 
     @property
@@ -184,12 +215,16 @@ class Recipe(Config):
                 "rollout.sampling.temperature: is 0; must be above 0 for training, since greedy "
                 "samples of a task are all alike. Use 1.0; evaluation.sampling may be 0."
             )
-        if self.admission.n_samples == 1 and self.objective.advantage.startswith("group_mean"):
-            problems.append(
-                "admission.n_samples: is 1; the baseline is the mean of a group, so a single "
-                "sample never has an advantage. Use 2 or more."
-            )
-        return problems
+        around = Surroundings(
+            critic=self.critic,
+            reference=self.reference,
+            teacher=self.teacher,
+            sampling=self.rollout.sampling,
+            n_samples=self.admission.n_samples,
+            groups_per_step=groups,
+            num_minibatches=minibatches,
+        )
+        return problems + objective_problems(self.objective, around)
 
     def _gpu_problems(self) -> list[str]:
         supply = self.cluster.n_nodes * self.cluster.n_gpus_per_node
@@ -210,6 +245,11 @@ class Recipe(Config):
             f"{self.cluster.n_nodes}; must hold {demand:g} GPUs (rollout {rollouts:g}, learner "
             f"{learners:g}). Raise it, or lower rollout.replicas, learner.ranks or their num_gpus.",
         ]
+
+
+def absolute_path(model_path: str) -> str:
+    """A folder as an absolute path, since actors may work elsewhere; a hub name as it is."""
+    return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

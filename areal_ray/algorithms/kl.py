@@ -26,13 +26,15 @@ _MAX_GAP = 10.0
 
 
 @overload
-def kl_estimate(logprobs: Tensor, base_logprobs: Tensor, kind: KlKind) -> Tensor: ...
+def kl_estimate(logprobs: Tensor, base_logprobs: Tensor, kind: KlKind) -> Tensor:
+    """Of tensors, with gradient."""
 
 
 @overload
 def kl_estimate(
     logprobs: NDArray[np.float64], base_logprobs: NDArray[np.float64], kind: KlKind
-) -> NDArray[np.float64]: ...
+) -> NDArray[np.float64]:
+    """Of arrays."""
 
 
 def kl_estimate(

@@ -21,7 +21,7 @@ class TokenLogprobs:
     logprobs: Tensor
     """[N] float32 (float64 for a float64 model); carries the gradient."""
     entropy: Tensor
-    """[N] of the whole next-token distribution, in nats; detached."""
+    """[N] of the whole next-token distribution, in nats; detached unless asked for."""
     is_argmax: Tensor
     """[N] bool: greedy decoding would have taken this token."""
 
@@ -33,6 +33,7 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    entropy_gradient: bool = False,
     chunk_bytes: int | None = None,
 ) -> TokenLogprobs:
     """Log-probs of `targets` under softmax((hidden @ head_weight.T + head_bias) / temperature).
@@ -46,12 +47,13 @@ def token_logprobs(
         head_bias: [V] or None.
         targets: [N] int64 token ids.
         temperature: That of sampling; 0 (greedy) counts as 1.
+        entropy_gradient: The entropy carries the gradient too, for an entropy bonus.
         chunk_bytes: Size of one chunk of float32 logits; None = by device.
     """
     if chunk_bytes is None:
         chunk_bytes = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cpu"])
     rows = max(1, chunk_bytes // (4 * head_weight.shape[0]))
-    arguments = (head_weight, head_bias, temperature)
+    arguments = (head_weight, head_bias, temperature, entropy_gradient)
     if len(targets) <= rows:
         return TokenLogprobs(*_head_chunk(hidden, targets, *arguments))
     parts = [
@@ -61,19 +63,27 @@ def token_logprobs(
     return TokenLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+def logits_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> TokenLogprobs:
     """The same from [N, V] logits that exist already."""
-    return TokenLogprobs(*_from_logits(logits, targets, temperature))
+    return TokenLogprobs(*_from_logits(logits, targets, temperature, entropy_gradient))
 
 
 def _head_chunk(
-    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _from_logits(torch.nn.functional.linear(hidden, weight, bias), targets, temperature)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return _from_logits(logits, targets, temperature, entropy_gradient)
 
 
 def _from_logits(
-    logits: Tensor, targets: Tensor, temperature: float
+    logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -81,8 +91,11 @@ def _from_logits(
         logits = logits / temperature
     table = torch.log_softmax(logits, dim=-1)
     logprobs = table.gather(-1, targets[:, None])[:, 0]
+    # Impossible tokens (log-prob -inf) carry no entropy; -inf * 0 would be NaN.
+    if entropy_gradient:
+        entropy = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
     with torch.no_grad():
-        # Impossible tokens (log-prob -inf) carry no entropy; -inf * 0 would be NaN.
-        entropy = -table.exp().mul_(table.clamp_min(-1e4)).sum(-1)
+        if not entropy_gradient:
+            entropy = -table.exp().mul_(table.clamp_min(-1e4)).sum(-1)
         is_argmax = logprobs >= table.amax(-1)
     return logprobs, entropy, is_argmax

@@ -3,6 +3,9 @@
 Each component owns its own subclass, in the file that uses it; `areal_ray.recipe` composes them.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -16,3 +19,6 @@ class Config(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    former_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys that are no more -> what to write instead; told to whoever still uses them."""

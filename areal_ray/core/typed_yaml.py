@@ -159,6 +159,9 @@ class _Reader:
                 self._refuse(_nearest(node, inner or name), _join(key, inner or name), told)
 
     def _unknown(self, name: str, schema: type[BaseModel]) -> str:
+        former = getattr(schema, "former_keys", {}).get(name)
+        if former:
+            return f"is no longer a key. {former}"
         fields = list(schema.model_fields)
         near = difflib.get_close_matches(name, fields, n=1)
         if near:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.train_config import OptimizerConfig
 
 
@@ -94,6 +95,14 @@ class GuardedOptimizer:
             group["lr"] = rate
         self._adamw.step()
         return UpdateStats(grad_norm, was_taken=True)
+
+    def update_together(self, rate: float, ranks: RankGroup) -> UpdateStats:
+        """Sum the gradient over ranks, `update` and forget it; all come to the same weights."""
+        if ranks.size > 1:
+            self.set_flat_gradient(ranks.sum_(self.flat_gradient()))
+        stats = self.update(rate)
+        self.zero_grad()
+        return stats
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts, for a checkpoint."""

@@ -115,6 +115,20 @@ class RankGroup:
         """The same numbers, each the largest of any rank."""
         return self._numbers(numbers, ReduceOp.MAX, "maximum of numbers")
 
+    def joined(self, columns: Tensor) -> tuple[Tensor, slice]:
+        """[C, N] columns of all ranks end to end, each of its own N; and where this rank's lie."""
+        length = columns.shape[1]
+        if self.size == 1:
+            return columns, slice(0, length)
+        own = [float(length) if rank == self.rank else 0.0 for rank in range(self.size)]
+        lengths = [round(number) for number in self.sum_numbers(own)]
+        start = sum(lengths[: self.rank])
+        whole = columns.new_zeros(columns.shape[0], sum(lengths))
+        whole[:, start : start + length] = columns
+        return self._all_reduce(whole, ReduceOp.SUM, "join of columns"), slice(
+            start, start + length
+        )
+
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by rank 0's."""
         if self.size == 1:

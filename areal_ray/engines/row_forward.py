@@ -67,6 +67,11 @@ class RowForward:
         # Attention takes 4 H operations a pair and layer, the rest about 24 H^2 a token.
         self._pair_cost = 1.0 / (6.0 * text.hidden_size)
 
+    def new_column(self, num_tokens: int) -> Tensor:
+        """[N] zeros of the type that log-probs have, where the model computes."""
+        dtype = torch.float64 if self._config.dtype == "float64" else torch.float32
+        return torch.zeros(num_tokens, dtype=dtype, device=self._model.device)
+
     def shares_prefixes(self, longest_tokens: int) -> bool:
         """Whether sequences up to this length may share rows: not beyond a sliding window."""
         return self._can_share and (self._window is None or longest_tokens <= self._window)
@@ -83,23 +88,51 @@ class RowForward:
         )
         return pack_rows(rows, max_tokens=budget)
 
-    def __call__(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
+    @property
+    def width(self) -> int:
+        """H, the size of a hidden state."""
+        return int(self._model.config.get_text_config().hidden_size)
+
+    def __call__(
+        self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> TokenLogprobs:
         """Log-probs of the batch's targets, in its order."""
         device = self._model.device
-        sources = torch.from_numpy(batch.sources).to(device)
         targets = torch.from_numpy(batch.targets).to(device)
+        with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
+            if not self._has_plain_head:
+                logits = self._model(**self._inputs(batch), use_cache=False).logits
+                at = torch.from_numpy(batch.sources).to(device)
+                logits = logits.flatten(0, 1)[at]
+                return logits_logprobs(
+                    logits, targets, temperature, entropy_gradient=entropy_gradient
+                )
+            bias = getattr(self._head, "bias", None)
+            return token_logprobs(
+                self.hidden(batch),
+                self._head.weight,
+                bias,
+                targets,
+                temperature=temperature,
+                entropy_gradient=entropy_gradient,
+            )
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """[N, H] final hidden state at the token that predicts each target."""
+        device = self._model.device
+        with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
+            states = self._body(**self._inputs(batch), use_cache=False).last_hidden_state
+        at = torch.from_numpy(batch.sources).to(device)
+        chosen: Tensor = states.flatten(0, 1).index_select(0, at)
+        return chosen
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        device = self._model.device
         inputs: dict[str, Any] = {"input_ids": torch.from_numpy(batch.token_ids).to(device)}
         if batch.segment_ids is not None:
             inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(device)
             inputs["attention_mask"] = self._mask(batch)
-        with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
-            if not self._has_plain_head:
-                logits = self._model(**inputs, use_cache=False).logits
-                return logits_logprobs(logits.flatten(0, 1)[sources], targets, temperature)
-            hidden = self._body(**inputs, use_cache=False).last_hidden_state
-            hidden = hidden.flatten(0, 1).index_select(0, sources)
-            bias = getattr(self._head, "bias", None)
-            return token_logprobs(hidden, self._head.weight, bias, targets, temperature=temperature)
+        return inputs
 
     def _mask(self, batch: MicroBatch) -> Tensor:
         """[B, 1, L, L] 0 where attention is allowed and the lowest number elsewhere."""

@@ -1,54 +1,42 @@
 """TorchTrainEngine: one rank of a Hugging Face model trained by RL or supervised.
 
-Called by the learner actor, alike on every rank. Ranks are exact: all counts a loss divides by
-are summed over ranks first, so any number of ranks takes the same step as one.
+Called by the learner actor, alike on every rank; `rl_step` is its RL half. Ranks are exact: all
+counts a loss divides by are summed over ranks first, so any number takes the same step as one.
 Waits for: the other ranks inside every method but `weights` and `close`.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from areal_ray.algorithms.losses import mean_weights, policy_loss
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.packing import MicroBatch
 from areal_ray.core.trajectory import Group
+from areal_ray.engines.critic import Critic
+from areal_ray.engines.frozen import FrozenModel
+from areal_ray.engines.judge import Judge
 from areal_ray.engines.model_export import ModelExtras
 from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
+from areal_ray.engines.rl_step import RlStep
 from areal_ray.engines.row_forward import RowForward, load_causal_model
 from areal_ray.engines.sft import SftEvaluation, SftExample
 from areal_ray.engines.sft_evaluation import evaluate_examples
-from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.engines.train_config import Companions, LearnerConfig
 from areal_ray.engines.train_metrics import (
     Progress,
     TokenTally,
-    count_metrics,
-    sum_counts,
     token_metrics,
     work_metrics,
 )
-from areal_ray.engines.train_rows import TrainBatch, TrainCounts, sft_sequences, train_batch
+from areal_ray.engines.train_rows import sft_sequences
 from areal_ray.errors import DataError
 
 _STATE_FILE = "trainer_state.pt"
-
-
-@dataclass(frozen=True, slots=True)
-class _Minibatch:
-    """One rank's share of an update, on the device."""
-
-    micro_batches: list[MicroBatch]
-    behaviour_logprobs: Tensor
-    advantages: Tensor
-    token_weights: Tensor
-    is_empty: bool
-    """No rank has anything to learn from."""
 
 
 class TorchTrainEngine:
@@ -63,6 +51,7 @@ class TorchTrainEngine:
         temperature: float = 1.0,
         total_steps: int = 1,
         ranks: RankGroup | None = None,
+        companions: Companions | None = None,
     ) -> None:
         """Load the model; rank 0's weights are taken by all. Collective.
 
@@ -73,12 +62,11 @@ class TorchTrainEngine:
             temperature: Of sampling; 0 (greedy) counts as 1.
             total_steps: Of the run, for schedules that end.
             ranks: The other ranks; None = alone.
+            companions: Reference, teacher and critic, as far as the objective needs them.
         """
         torch.set_num_threads(learner.engine.num_threads)
         self._extras = ModelExtras.read(model_path)
         self._learner = learner
-        self._objective = objective or ObjectiveConfig()
-        self._temperature = temperature or 1.0
         self._total_steps = total_steps
         self._ranks = ranks or RankGroup()
         self._model = load_causal_model(model_path, learner.engine)
@@ -86,8 +74,19 @@ class TorchTrainEngine:
         self._forward = RowForward(self._model, learner.engine)
         self._optimizer = GuardedOptimizer(self._model.parameters(), learner.optimizer)
         self._steps_taken = 0
-        dtype = torch.float64 if learner.engine.dtype == "float64" else torch.float32
-        self._like = torch.zeros((), dtype=dtype, device=learner.engine.device)
+        objective = objective or ObjectiveConfig()
+        beside = companions or Companions()
+        self._critic = self._load_critic(beside)
+        judge = Judge(
+            objective,
+            self._forward,
+            temperature=temperature or 1.0,
+            reference=self._load_frozen(beside.reference_path),
+            teacher=self._load_frozen(beside.teacher_path),
+            critic=self._critic,
+            ranks=self._ranks,
+        )
+        self._rl = RlStep(self._forward, objective, judge, temperature or 1.0, self._ranks)
 
     @property
     def steps_taken(self) -> int:
@@ -108,34 +107,10 @@ class TorchTrainEngine:
             version: The learner's, to measure staleness.
             oldest_version: Tokens of older versions do not train; None keeps all.
         """
-        started = time.monotonic()
-        batches = [train_batch(g, self._objective, version, oldest_version) for g in minibatches]
-        totals = sum_counts([batch.counts for batch in batches], self._ranks)
-        prepared = [self._prepare(b, t) for b, t in zip(batches, totals, strict=True)]
-        proximal, proximal_s = self._proximal(prepared)
-        rate, tally, progress = self._next_rate(), TokenTally(), Progress()
-        for minibatch, old in zip(prepared, proximal, strict=True):
-            if minibatch.is_empty:
-                progress.empty += 1
-                continue
-            for micro in minibatch.micro_batches:
-                self._backward(minibatch, micro, old if progress.taken else None, tally)
-            self._update(rate, progress)
-        num_tokens = sum(t.tokens for t in totals)
-        work = [m for p in prepared for m in p.micro_batches if not p.is_empty]
-        sums = tally.over_ranks(self._ranks)
-        (oldest,) = self._ranks.max_numbers(
-            [float(max((b.max_staleness for b in batches), default=0))]
+        progress = Progress(rate=self._next_rate())
+        return self._rl.run(
+            minibatches, version, oldest_version, progress, lambda: self._update(progress)
         )
-        metrics = {
-            "learner/loss": sums.get("loss", 0.0) / max(1, len(prepared) - progress.empty),
-            **token_metrics(sums),
-            **count_metrics(totals, int(oldest)),
-            "learner/proximal_s": proximal_s,
-            **progress.metrics(rate),
-            **work_metrics(work, num_tokens, started, self._ranks),
-        }
-        return StepStats(metrics, num_tokens, progress.taken)
 
     def sft_step(self, examples: Sequence[SftExample]) -> StepStats:
         """One supervised update: mean negative log-prob over all trained tokens of all ranks.
@@ -150,11 +125,11 @@ class TorchTrainEngine:
         counts = [float(sum(s.num_trained for s in sequences)), float(len(sequences))]
         num_tokens, num_examples = map(int, self._ranks.sum_numbers(counts))
         micro_batches = self._forward.micro_batches(sequences)
-        rate, tally, progress = self._next_rate(), TokenTally(), Progress()
+        tally, progress = TokenTally(), Progress(rate=self._next_rate())
         if num_tokens:
             for micro in micro_batches:
                 self._sft_backward(micro, num_tokens, tally)
-            self._update(rate, progress)
+            self._update(progress)
         else:
             progress.empty += 1
         sums = tally.over_ranks(self._ranks)
@@ -163,7 +138,7 @@ class TorchTrainEngine:
             "learner/trained_tokens": num_tokens,
             "learner/sequences": num_examples,
             **token_metrics(sums),
-            **progress.metrics(rate),
+            **progress.metrics(),
             **work_metrics(micro_batches, num_tokens, started, self._ranks),
         }
         return StepStats(metrics, num_tokens, progress.taken)
@@ -205,6 +180,8 @@ class TorchTrainEngine:
                 "random_state": torch.get_rng_state(),
             }
             torch.save(state, folder / _STATE_FILE)
+            if self._critic is not None:
+                self._critic.save(folder)
         self._ranks.barrier()
 
     def load(self, folder: Path) -> None:
@@ -224,12 +201,28 @@ class TorchTrainEngine:
                 f"{file}: cannot resume from it: {error}; it must be a checkpoint of this model. "
                 "Resume from another step."
             ) from error
+        if self._critic is not None:
+            self._critic.load(folder)
         self._steps_taken = int(state["steps_taken"])
         torch.set_rng_state(state["random_state"])
 
     def close(self) -> None:
         """Leave the other ranks."""
         self._ranks.close()
+
+    def _load_frozen(self, path: str) -> FrozenModel | None:
+        return FrozenModel(path, self._learner.engine) if path else None
+
+    def _load_critic(self, companions: Companions) -> Critic | None:
+        if not companions.critic_path:
+            return None
+        return Critic(
+            companions.critic_path,
+            companions.critic,
+            self._learner.engine,
+            total_steps=self._total_steps,
+            ranks=self._ranks,
+        )
 
     def _tensors(self) -> list[Tensor]:
         return [*(p.detach() for p in self._model.parameters()), *self._model.buffers()]
@@ -239,63 +232,5 @@ class TorchTrainEngine:
         self._steps_taken += 1
         return rate
 
-    def _prepare(self, batch: TrainBatch, totals: TrainCounts) -> _Minibatch:
-        per_sequence = self._objective.is_sequence_mean
-        lengths = torch.from_numpy(batch.sequence_tokens).to(self._like)
-        count = totals.sequences if per_sequence else totals.tokens
-        return _Minibatch(
-            self._forward.micro_batches(batch.sequences),
-            torch.from_numpy(batch.behaviour_logprobs).to(self._like),
-            torch.from_numpy(batch.advantages).to(self._like),
-            mean_weights(lengths, max(1, count), per_sequence=per_sequence),
-            is_empty=totals.teaching_tokens == 0,
-        )
-
-    @torch.no_grad()
-    def _proximal(self, minibatches: Sequence[_Minibatch]) -> tuple[list[Tensor | None], float]:
-        """Log-probs at the start of the step, where an update will come before their use.
-
-        Also the seconds that took.
-
-        The first minibatch needs none: its own forward pass is the proximal policy's.
-        """
-        columns: list[Tensor | None] = [None] * len(minibatches)
-        if self._objective.kind != "decoupled_ppo":
-            return columns, 0.0
-        started = time.monotonic()
-        for number, minibatch in enumerate(minibatches[1:], start=1):
-            column = torch.zeros_like(minibatch.behaviour_logprobs)
-            for micro in minibatch.micro_batches:
-                scored = self._forward(micro, self._temperature)
-                column[torch.from_numpy(micro.origins).to(column.device)] = scored.logprobs
-            columns[number] = column
-        return columns, time.monotonic() - started
-
-    def _backward(
-        self, minibatch: _Minibatch, micro: MicroBatch, proximal: Tensor | None, tally: TokenTally
-    ) -> None:
-        scored = self._forward(micro, self._temperature)
-        origins = torch.from_numpy(micro.origins).to(scored.logprobs.device)
-        loss, sums = policy_loss(
-            self._objective,
-            scored.logprobs,
-            None if proximal is None else proximal[origins],
-            minibatch.behaviour_logprobs[origins],
-            minibatch.advantages[origins],
-            torch.ones_like(origins, dtype=torch.bool),
-            minibatch.token_weights[origins],
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
-        tally.add({**sums, "loss": loss, "entropy": scored.entropy.sum()})
-
-    def _update(self, rate: float, progress: Progress) -> None:
-        """Sum the gradient over ranks and step; every rank comes to the same weights."""
-        if self._ranks.size > 1:
-            flat = self._optimizer.flat_gradient()
-            self._optimizer.set_flat_gradient(self._ranks.sum_(flat))
-        stats = self._optimizer.update(rate)
-        self._optimizer.zero_grad()
-        progress.taken += stats.was_taken
-        progress.non_finite += not stats.was_taken
-        if stats.was_taken:
-            progress.grad_norm_max = max(progress.grad_norm_max, stats.grad_norm)
+    def _update(self, progress: Progress) -> None:
+        progress.note(self._optimizer.update_together(progress.rate, self._ranks))

@@ -1,5 +1,6 @@
 """Configuration of the learner; without torch, so that a recipe is checked before it loads."""
 
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -78,3 +79,38 @@ class LearnerConfig(Config):
     """CPUs that Ray reserves for each rank."""
     num_gpus: float = Field(0.0, ge=0.0)
     """GPUs that Ray reserves for each rank."""
+
+
+class CriticConfig(Config):
+    """The model that says what reward to expect from each token on (PPO)."""
+
+    path: str | None = Field(None, min_length=1)
+    """Folder or hub name of the body it starts from; null = model.path. Its head starts at 0."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """What updates it, once for each minibatch."""
+    eps_clip: float | None = Field(0.5, gt=0.0)
+    """A value moves at most so far from the one at the start of the step; null = freely."""
+
+
+class ReferenceConfig(Config):
+    """The model that objective.kl holds the policy near; it never changes."""
+
+    path: str | None = Field(None, min_length=1)
+    """Folder or hub name; null = model.path."""
+
+
+class TeacherConfig(Config):
+    """The model that objective.distillation learns from; it never changes."""
+
+    path: str = Field(min_length=1)
+    """Folder or hub name; it must share the vocabulary of model.path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """The models beside the policy on each rank; an empty path = none."""
+
+    reference_path: str = ""
+    teacher_path: str = ""
+    critic_path: str = ""
+    critic: CriticConfig = field(default_factory=CriticConfig)

@@ -4,29 +4,46 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
+import torch
 from torch import Tensor
 
 from areal_ray.algorithms.packing import MicroBatch
+from areal_ray.engines.optimizer import UpdateStats
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.train_rows import TrainCounts
 
+_TOKENS = "tokens"
 _MEANS = {
-    "clipped": "learner/clipped_fraction",
-    "dual_clipped": "learner/dual_clipped_fraction",
-    "ratio": "learner/ratio_mean",
-    "policy_kl": "learner/policy_kl_nats",
-    "outside": "learner/rejected_fraction",
-    "raw_weight": "learner/behaviour_weight_mean",
-    "used_weight": "learner/used_behaviour_weight_mean",
-    "behaviour_kl": "learner/behaviour_kl_nats",
-    "entropy": "learner/entropy_nats",
-    "correct": "learner/token_accuracy_fraction",
+    "clipped": ("learner/clipped_fraction", _TOKENS),
+    "dual_clipped": ("learner/dual_clipped_fraction", _TOKENS),
+    "ratio": ("learner/ratio_mean", _TOKENS),
+    "policy_kl": ("learner/policy_kl_nats", _TOKENS),
+    "outside": ("learner/rejected_fraction", _TOKENS),
+    "raw_weight": ("learner/behaviour_weight_mean", _TOKENS),
+    "used_weight": ("learner/used_behaviour_weight_mean", _TOKENS),
+    "behaviour_kl": ("learner/behaviour_kl_nats", _TOKENS),
+    "entropy": ("learner/entropy_nats", _TOKENS),
+    "correct": ("learner/token_accuracy_fraction", _TOKENS),
+    "kl_reference": ("learner/kl_reference_nats", _TOKENS),
+    "reward_kl": ("learner/kl_reference_nats", "judged_tokens"),
+    "teacher_kl": ("learner/kl_teacher_nats", "judged_tokens"),
+    "shaped_reward": ("reward/shaped_mean", "shaped_episodes"),
+    "value_loss": ("learner/value_loss", "value_updates"),
+    "fresh_kl": ("mismatch/kl_nats", "fresh_tokens"),
+    "fresh_ratio": ("mismatch/ratio_mean", "fresh_tokens"),
+    "aged_kl": ("mismatch/stale_kl_nats", "aged_tokens"),
+    "aged_ratio": ("mismatch/stale_ratio_mean", "aged_tokens"),
 }
+"""Sum -> its metric, and what it is divided by."""
 _LARGEST = {
-    "max_ratio": "learner/ratio_max",
-    "max_raw_weight": "learner/behaviour_weight_max",
+    "max_ratio": ("learner/ratio_max", _TOKENS),
+    "max_raw_weight": ("learner/behaviour_weight_max", _TOKENS),
+    "max_fresh_ratio": ("mismatch/ratio_max", "fresh_tokens"),
+    "max_aged_ratio": ("mismatch/stale_ratio_max", "aged_tokens"),
 }
-_SUMS = ("tokens", "loss", *_MEANS)
+_SPREADS = ("returns", "returns_squared", "value_error", "value_error_squared")
+_COUNTS = tuple({count: None for _, count in _MEANS.values()})
+_SUMS = ("loss", *_COUNTS, *_MEANS, *_SPREADS)
 
 
 class TokenTally:
@@ -46,6 +63,10 @@ class TokenTally:
                 self._tensors[name] = known.maximum(value)
             else:
                 self._tensors[name] = known + value
+
+    def add_numbers(self, sums: Mapping[str, float]) -> None:
+        """The same for plain numbers."""
+        self.add({name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()})
 
     def over_ranks(self, ranks: RankGroup) -> dict[str, float]:
         """The same over all ranks; names that no rank has are absent. Collective."""
@@ -70,10 +91,20 @@ class Progress:
     grad_norm_max: float = 0.0
     """Before clipping, over the updates taken."""
 
-    def metrics(self, rate: float) -> dict[str, float]:
-        """Updates taken and not taken at learning rate `rate`."""
+    rate: float = 0.0
+    """Learning rate of the step."""
+
+    def note(self, stats: UpdateStats) -> None:
+        """Count an update that was tried."""
+        self.taken += stats.was_taken
+        self.non_finite += not stats.was_taken
+        if stats.was_taken:
+            self.grad_norm_max = max(self.grad_norm_max, stats.grad_norm)
+
+    def metrics(self) -> dict[str, float]:
+        """Updates taken and not taken."""
         return {
-            "learner/lr": rate,
+            "learner/lr": self.rate,
             "learner/updates": self.taken,
             "learner/empty_updates": self.empty,
             "learner/non_finite_updates": self.non_finite,
@@ -87,11 +118,27 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
     Where episodes with advantage 0 are skipped, their ratios and log-probs are not known.
     """
-    tokens = sums.get("tokens", 0.0)
-    if not tokens:
-        return {}
-    means = {metric: sums[name] / tokens for name, metric in _MEANS.items() if name in sums}
-    return means | {metric: sums[name] for name, metric in _LARGEST.items() if name in sums}
+    metrics = {}
+    for name, (metric, count) in _MEANS.items():
+        if name in sums and sums.get(count):
+            metrics[metric] = sums[name] / sums[count]
+    for name, (metric, count) in _LARGEST.items():
+        if name in sums and sums.get(count):
+            metrics[metric] = sums[name]
+    explained = _explained_fraction(sums)
+    return metrics if explained is None else {**metrics, **explained}
+
+
+def _explained_fraction(sums: Mapping[str, float]) -> dict[str, float] | None:
+    """1 - variance of (return - value) / variance of the return; None where that has none."""
+    count = sums.get("judged_tokens", 0.0)
+    if not count or "returns" not in sums:
+        return None
+    variance = sums["returns_squared"] / count - (sums["returns"] / count) ** 2
+    error = sums["value_error_squared"] / count - (sums["value_error"] / count) ** 2
+    if variance <= 1e-12:
+        return None
+    return {"learner/value_explained_variance_fraction": 1.0 - error / variance}
 
 
 def sum_counts(counts: Sequence[TrainCounts], ranks: RankGroup) -> list[TrainCounts]:

@@ -24,7 +24,7 @@ from areal_ray.core.journal import JournalPlace, read_group_bytes
 from areal_ray.core.trajectory import Group, decode_group
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftConfig, SftEvaluation
-from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.engines.train_config import Companions, LearnerConfig
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.sft_source import SftSource
@@ -46,6 +46,7 @@ class LearnerSetup:
     model_path: str
     config: LearnerConfig
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    companions: Companions = field(default_factory=Companions)
     temperature: float = 1.0
     total_steps: int
     num_ranks: int = 1
@@ -115,6 +116,7 @@ class LearnerActor:
             temperature=setup.temperature,
             total_steps=setup.total_steps,
             ranks=ranks,
+            companions=setup.companions,
         )
         if setup.resume_from:
             self._engine.load(Path(setup.resume_from))

@@ -51,7 +51,7 @@ learner/padded_tokens | tokens | sum | Tokens of forward passes, padding include
 learner/masked_stale_tokens | tokens | sum | Sampled tokens left out of the loss for being too old.
 learner/sequences | | sum | Trajectories (branches count) that entered the step.
 learner/left_out_episodes | episodes | sum | Episodes of the step that have no reward.
-learner/equal_reward_groups | groups | sum | Groups of the step whose advantages are all zero.
+learner/equal_reward_groups | groups | sum | Groups of the step whose shaped rewards are equal.
 learner/micro_batches | | sum | Forward and backward passes.
 learner/updates | updates | sum | Optimizer updates taken.
 learner/empty_updates | updates | sum | Minibatches without an update: nothing to train on.
@@ -62,6 +62,17 @@ learner/proximal_s | s | mean | Seconds of the train step spent on proximal log-
 learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over learner/step_s.
 learner/memory_bytes | bytes | max | Peak memory of a learner rank.
 learner/token_accuracy_fraction | fraction | mean | SFT: targets that are the model's first choice.
+learner/kl_reference_nats | nats | mean | Estimated KL between policy and reference model.
+learner/kl_teacher_nats | nats | mean | Estimated KL between policy and teacher.
+learner/value_loss | | mean | The critic's loss, mean over its updates.
+learner/value_explained_variance_fraction | fraction | mean | Returns that the critic foresaw.
+
+mismatch/kl_nats | nats | mean | KL(rollout engine, learner) on tokens of the learner's own version.
+mismatch/ratio_mean | | mean | exp(learner - rollout log-prob), mean over the same tokens.
+mismatch/ratio_max | | max | The largest of these.
+mismatch/stale_kl_nats | nats | mean | KL(rollout engine, learner) on tokens of older versions.
+mismatch/stale_ratio_mean | | mean | exp(learner - rollout log-prob) on tokens of older versions.
+mismatch/stale_ratio_max | | max | The largest of these.
 
 queue/depth_groups | groups | last | Finished groups waiting for the learner after it took its own.
 queue/dropped_groups | groups | sum | Groups too old at consumption, thrown away.

@@ -257,7 +257,7 @@ plain_values = st.recursive(
     name=text_values,
     label=st.none() | text_values,
     steps=st.integers(14, 10**12),
-    lr=st.floats(allow_nan=False),
+    lr=st.floats(allow_nan=False, allow_infinity=False),
     args=st.dictionaries(text_values, plain_values, max_size=4),
 )
 def test_a_written_config_reads_back_as_the_same_config(name, label, steps, lr, args):

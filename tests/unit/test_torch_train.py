@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.algorithms.objective_parts import NormConfig
 from areal_ray.algorithms.packing import TrainSequence
 from areal_ray.core.trajectory import Group
 from areal_ray.engines.row_forward import RowForward, load_causal_model
@@ -260,7 +261,7 @@ def test_a_step_of_tokens_that_are_all_too_old_changes_nothing(folder):
 
 
 def test_a_gradient_that_overflows_is_skipped_and_counted_and_training_goes_on(folder):
-    engine = _engine(folder, advantage="group_mean", engine={"dtype": "float32"})
+    engine = _engine(folder, reward_norm=NormConfig(mean="group"), engine={"dtype": "float32"})
     before = _copies(engine)
     broken = _groups(1, rewards=[1e38, -1e38, 1e38, 0.0])
     stats = engine.train_step([broken], 0)

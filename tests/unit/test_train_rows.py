@@ -7,7 +7,9 @@ import pytest
 
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.trajectory import Group, Outcome
-from areal_ray.engines.train_rows import train_batch
+from areal_ray.engines.advantage_columns import line_lengths, score_step
+from areal_ray.engines.step_batch import train_batch
+from areal_ray.engines.train_rows import collect_lines
 from tests.support.tiny_groups import random_group
 
 GRPO = ObjectiveConfig(kind="grpo", skip_zero_advantage=False)
@@ -25,7 +27,10 @@ def _change(group, place, **fields):
 
 
 def _batch(*groups, objective=GRPO, version=0, oldest=None):
-    return train_batch(groups, objective, version, oldest)
+    share = collect_lines(groups, objective, version, oldest)
+    (scores,) = score_step([share], objective, list)
+    advantages = np.repeat(scores.by_line, line_lengths(share.lines))
+    return train_batch(share, advantages, scores.equal_groups, objective)
 
 
 def _advantages(batch):
@@ -37,7 +42,7 @@ def _advantages(batch):
 def test_each_group_is_centred_on_its_own_mean_whatever_its_size():
     batch = _batch(
         _group([1.0, 0.0]), _group([1.0, 1.0, 0.0], 1), _group([1.0], 2),
-        objective=ObjectiveConfig(advantage="group_mean", skip_zero_advantage=False),
+        objective=ObjectiveConfig(kind="dr_grpo", skip_zero_advantage=False),
     )  # fmt: skip
     assert _advantages(batch) == pytest.approx([0.5, -0.5, 1 / 3, 1 / 3, -2 / 3, 0.0])
     assert batch.counts.equal_groups == 1

@@ -1,0 +1,43 @@
+"""FrozenModel: a model that is asked for log-probs and never trained: reference and teacher."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal_ray.algorithms.packing import TrainSequence
+from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.train_config import TorchTrainConfig
+
+
+class FrozenModel:
+    """Log-probs of trained tokens under fixed weights, with the train engine's row packing."""
+
+    def __init__(self, path: Path | str, config: TorchTrainConfig) -> None:
+        """Load it.
+
+        Args:
+            path: Hugging Face folder or hub name.
+            config: The train engine's: type, device, tokens of a pass.
+        """
+        plain = config.model_copy(update={"gradient_checkpointing": False})
+        model = load_causal_model(path, plain)
+        model.requires_grad_(False)
+        self._forward = RowForward(model, plain)
+
+    def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> Tensor:
+        """[N] of the sequences' trained tokens, end to end."""
+        return sequence_logprobs(self._forward, sequences, temperature)
+
+
+@torch.no_grad()
+def sequence_logprobs(
+    forward: RowForward, sequences: Sequence[TrainSequence], temperature: float
+) -> Tensor:
+    """[N] log-probs of the sequences' trained tokens, end to end, without gradient."""
+    column = forward.new_column(sum(s.num_trained for s in sequences))
+    for micro in forward.micro_batches(sequences):
+        at = torch.from_numpy(micro.origins).to(column.device)
+        column[at] = forward(micro, temperature).logprobs
+    return column
