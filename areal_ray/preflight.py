@@ -19,6 +19,7 @@ from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.recipe import Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
 from areal_ray.run_folder import conflict
+from areal_ray.runtime.run_config import is_hub_name
 
 _HUB_TIMEOUT_S = 3.0
 
@@ -44,6 +45,7 @@ def check_files(recipe: Recipe) -> list[str]:
     checks: list[Callable[[], Iterable[str]]] = [
         lambda: _fileroot_problems(recipe),
         lambda: _model_problems(recipe),
+        lambda: _companion_problems(recipe),
         lambda: _code_problems(recipe),
         lambda: _task_problems(recipe),
     ]
@@ -83,18 +85,62 @@ def _model_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _checkpoint_problems(folder: Path) -> Iterator[str]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("not a mapping")
-    except (OSError, ValueError) as error:
-        yield f"model.path: {folder}/config.json cannot be read ({error})."
+def _checkpoint_problems(folder: Path, where: str = "model.path") -> Iterator[str]:
+    config = _read_config(folder)
+    if isinstance(config, str):
+        yield f"{where}: {folder}/config.json cannot be read ({config})."
         return
     if not any(folder.glob("*.safetensors")):
-        yield f"model.path: {folder} holds no .safetensors file; must be a whole checkpoint."
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        yield f"model.path: {folder} holds no tokenizer. Save the tokenizer beside the weights."
+        yield f"{where}: {folder} holds no .safetensors file; must be a whole checkpoint."
+    names = ("tokenizer.json", "tokenizer.model")
+    if where == "model.path" and not any((folder / name).is_file() for name in names):
+        yield f"{where}: {folder} holds no tokenizer. Save the tokenizer beside the weights."
+
+
+def _read_config(folder: Path) -> dict[str, Any] | str:
+    """A checkpoint's config, or why it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return str(error)
+    return config if isinstance(config, dict) else "not a mapping"
+
+
+def _companion_problems(recipe: Recipe) -> Iterator[str]:
+    """Reference, teacher and critic: there, and of the policy's vocabulary."""
+    for name in ("reference", "teacher", "critic"):
+        section = getattr(recipe, name)
+        if section is None or section.path is None:
+            continue  # not used, or the policy's own start
+        where, path = f"{name}.path", getattr(recipe.companions, f"{name}_path")
+        folder = Path(path)
+        if (folder / "config.json").is_file():
+            yield from _checkpoint_problems(folder, where)
+            yield from _vocabulary_problems(recipe, folder, where)
+        elif folder.exists() or not is_hub_name(section.path) or not _is_on_hub(path):
+            yield (
+                f"{where}: {path!r} is no checkpoint folder here, and no model that the Hugging "
+                "Face hub answers for. Check the path."
+            )
+
+
+def _vocabulary_problems(recipe: Recipe, folder: Path, where: str) -> Iterator[str]:
+    own, other = _vocabulary_size(Path(recipe.model_path)), _vocabulary_size(folder)
+    if own is not None and other is not None and own != other:
+        yield (
+            f"{where}: {folder} has a vocabulary of {other} tokens; must be {own}, that of "
+            "model.path, since both read the same token ids. Use a model of the same family."
+        )
+
+
+def _vocabulary_size(folder: Path) -> int | None:
+    """None where the config does not say, or is not there yet."""
+    config = _read_config(folder)
+    if isinstance(config, str):
+        return None
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
 
 
 def _create_problems(recipe: Recipe) -> Iterator[str]:

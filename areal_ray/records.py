@@ -18,6 +18,7 @@ from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.runtime.evaluation import EvaluationResult
 from areal_ray.runtime.param_sync_actor import PublishReport
 from areal_ray.runtime.supervisor import FleetReading
+from areal_ray.telemetry.alarm import MismatchAlarm
 from areal_ray.telemetry.metrics import MetricWindow
 from areal_ray.telemetry.names import METRICS
 from areal_ray.telemetry.progress import Progress
@@ -46,6 +47,7 @@ class Records:
         admission: AdmissionConfig | None,
         ledger: Ledger | None,
         write_status: Callable[[Mapping[str, Any]], None],
+        mismatch_alarm_nats: float | None = None,
     ) -> None:
         self._log = log
         self._progress = progress
@@ -53,6 +55,7 @@ class Records:
         self._admission = admission
         self._ledger = ledger
         self._write_status = write_status
+        self._alarm = MismatchAlarm(mismatch_alarm_nats)
         self._shown: dict[str, Any] = {}
         self._window = MetricWindow(METRICS)
         self._cpu_s = time.process_time()
@@ -136,6 +139,9 @@ class Records:
                 if name.startswith("reward/"):
                     self._window.add(name, value, weight=weight)
         self._add_stats(stats)
+        alarm = self._alarm.check(step, stats.metrics)
+        if alarm is not None:
+            self.event(alarm)
         self._add_publish(report)
         self._window.add("queue/depth_groups", queued)
         self._add_ledger()

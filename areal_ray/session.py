@@ -224,6 +224,7 @@ class Session:
             admission=recipe.admission,
             ledger=ledger,
             write_status=self._folder.write_status,
+            mismatch_alarm_nats=recipe.telemetry.mismatch_alarm_nats,
         )
         return self._records
 

@@ -10,6 +10,11 @@ from areal_ray.core.config import Config
 from areal_ray.engines.protocols import SamplingConfig
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether it has the form `owner/name` of the Hugging Face hub."""
+    return re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path) is not None
+
+
 class ModelConfig(Config):
     """The model that is sampled from and trained."""
 
@@ -28,7 +33,7 @@ class ModelConfig(Config):
     @property
     def may_be_hub_name(self) -> bool:
         """Whether `path` has the form `owner/name` of the Hugging Face hub."""
-        return re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", self.path) is not None
+        return is_hub_name(self.path)
 
 
 class EvaluationConfig(Config):

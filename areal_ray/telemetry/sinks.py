@@ -33,6 +33,8 @@ class TelemetryConfig(Config):
     """Write sample episodes of the first, last and every such step; 0 = never."""
     dump_groups: int = Field(2, ge=1)
     """Groups written in such a step."""
+    mismatch_alarm_nats: float | None = Field(0.02, gt=0.0)
+    """Say so when mismatch/kl_nats exceeds it; null = never."""
 
 
 class Sink(Protocol):

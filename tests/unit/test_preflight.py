@@ -127,3 +127,32 @@ def test_the_recipe_that_makes_the_model_is_checked_too(folder):
     problems = check_files(recipe)
     assert len(problems) == 1
     assert problems[0].startswith("warm.yaml: sft.phases.0.source: ")
+
+
+COMPANIONS = {
+    "reference": ("objective.kl={kl_ctl: 0.1}",),
+    "teacher": ("objective.kind=opd",),
+    "critic": ("objective.kind=ppo",),
+}
+
+
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_a_model_beside_the_policy_must_be_there_whole_and_of_the_same_vocabulary(folder, name):
+    def told(path):
+        return check_files(recipe_of(folder, *COMPANIONS[name], f"{name}={{path: {path}}}"))
+
+    (folder / "model/config.json").write_text(json.dumps({"vocab_size": 300}))
+    other = folder / "other"
+    other.mkdir()
+    (line,) = told("other")
+    assert line.startswith(f"{name}.path: ")
+    assert "is no checkpoint folder here" in line
+    (other / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 299}}))
+    lines = told("other")
+    assert "holds no .safetensors file" in lines[0]
+    assert "has a vocabulary of 299 tokens; must be 300" in lines[1]
+    (other / "model.safetensors").write_bytes(b"")
+    (other / "config.json").write_text(json.dumps({"vocab_size": 300}))
+    assert told("other") == []  # no tokenizer is asked of it
+    if name != "teacher":
+        assert told("null") == []

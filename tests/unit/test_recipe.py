@@ -89,6 +89,82 @@ def test_what_cannot_work_is_refused_with_its_key_and_what_must_be(override, key
     assert must in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "must"),
+    [
+        (["objective.kl={kl_ctl: 0.1}"], "objective.kl", "without the section reference"),
+        (["reference={path: null}"], "reference", "without objective.kl"),
+        (["objective.kind=opd"], "objective.distillation", "without the section teacher"),
+        (["teacher={path: t}"], "teacher", "without objective.distillation"),
+        (["objective.kind=ppo"], "objective.kind", "use kind 'grpo' or 'decoupled_ppo'"),
+        (["critic={path: null}"], "critic", "two baselines would be subtracted"),
+        (["objective.gae={gae_lambda: 0.9}"], "objective.gae", "without a critic"),
+        (
+            [
+                "objective={kind: decoupled_ppo, prox_logp_method: reuse}",
+                "learner.ppo_n_minibatches=2",
+            ],
+            "learner.ppo_n_minibatches",
+            "must be 1",
+        ),
+        (
+            ["objective={kind: m2po, prox_logp_method: loglinear}"],
+            "objective.prox_logp_method",
+            "must be 'recompute'",
+        ),
+        (
+            ["objective={kind: rloo}", "admission.n_samples=1"],
+            "admission.n_samples",
+            "Use 2 or more",
+        ),
+        (
+            ["objective={reward_norm: {std: group}}", "admission.n_samples=1"],
+            "admission.n_samples",
+            "Use 2 or more",
+        ),
+        (
+            ["objective.advantage_norm={mean: leave_one_out}"],
+            "objective.advantage_norm.mean",
+            "Use it in reward_norm",
+        ),
+        (
+            ["objective.reward_shaping={overlong_tokens: 99}"],
+            "objective.reward_shaping.overlong_tokens",
+            "at most the limit of 24 tokens",
+        ),
+        (["objective.advantage=group_mean"], "objective.advantage", "Use reward_norm: {mean"),
+        (["kind=sft", "teacher={path: t}"], "teacher", "no use for it"),
+    ],
+)
+def test_an_objective_and_the_sections_around_it_must_make_sense_together(overrides, key, must):
+    told = [line for line in refused(*overrides) if f": {key}: " in line]
+    assert len(told) == 1, refused(*overrides)
+    assert must in told[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective.kl={kl_ctl: 0.1}", "reference={path: null}"],
+        ["objective.kind=opd", "teacher={path: t}"],
+        ["objective={kind: ppo, gae: {gae_lambda: 0.95}}", "critic={optimizer: {lr: 0.001}}"],
+        ["objective={kind: decoupled_ppo, prox_logp_method: loglinear}"],
+        ["objective={reward_norm: {mean: batch}}", "admission.n_samples=1"],
+    ],
+)
+def test_an_objective_with_the_sections_it_needs_loads_and_reads_back_the_same(overrides):
+    recipe = parse_recipe(TEXT, overrides)
+    assert parse_recipe(recipe.to_yaml()) == recipe
+
+
+def test_models_beside_the_policy_start_from_its_own_where_no_path_is_given():
+    overrides = ["objective={kind: ppo, kl: {kl_ctl: 0.1}}", "critic={path: 'c-{seed}'}", "seed=4"]
+    beside = parse_recipe(TEXT, [*overrides, "reference={path: null}"]).companions
+    assert beside.critic_path == "c-4"
+    assert beside.reference_path.endswith("warm-4/model")
+    assert beside.teacher_path == ""
+
+
 def test_several_impossible_combinations_are_told_together():
     lines = refused("learner.ppo_n_minibatches=5", "rollout.sampling.temperature=0", "nmae=x")
     assert [line.split(": ")[1] for line in lines] == [

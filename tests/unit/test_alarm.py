@@ -1,0 +1,23 @@
+"""The alarm for a rollout engine that disagrees with the learner."""
+
+from areal_ray.telemetry.alarm import MISMATCH, MismatchAlarm
+
+
+def test_a_mismatch_above_the_threshold_is_told_once_until_it_was_below_again():
+    alarm = MismatchAlarm(0.01)
+    values = [0.001, 0.02, 0.03, 0.009, 0.05]
+    told = [alarm.check(step, {MISMATCH: value}) for step, value in enumerate(values, 1)]
+    assert [line is not None for line in told] == [False, True, False, False, True]
+    assert told[1] is not None
+    assert told[1].startswith(f"step 2: {MISMATCH} is 0.02, above telemetry.mismatch_alarm_nats")
+
+
+def test_a_step_that_does_not_know_the_mismatch_changes_nothing():
+    alarm = MismatchAlarm(0.01)
+    assert alarm.check(1, {MISMATCH: 1.0}) is not None
+    assert alarm.check(2, {}) is None
+    assert alarm.check(3, {MISMATCH: 1.0}) is None
+
+
+def test_without_a_threshold_nothing_is_told():
+    assert MismatchAlarm(None).check(1, {MISMATCH: 9.0}) is None
