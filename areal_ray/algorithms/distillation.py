@@ -4,6 +4,10 @@ On-policy distillation (Agarwal et al., arXiv:2306.13649; Thinking Machines, "On
 distillation", 2025) goes through the policy gradient: `reverse_kl_rewards` are constant rewards
 of tokens, and E[reward * d log pi] is minus the gradient of KL(pi || teacher). Differentiating
 the sampled log pi - log teacher itself would give E[d log pi] = 0: noise.
+
+Summed over what follows each token (gae.discount 1) the rewards give the gradient of the KL
+between whole answers; taken token by token (0, the default of kind opd) that of the KLs at the
+prefixes the policy happens to sample, which is far less noisy.
 """
 
 from typing import Literal

@@ -23,8 +23,7 @@ from areal_ray.algorithms.presets import (
     BehaviourWeight,
     LossName,
     ObjectiveKind,
-    completed_sections,
-    implied_parts,
+    filled_in,
 )
 from areal_ray.core.config import Config
 
@@ -101,23 +100,9 @@ class ObjectiveConfig(Config):
     @classmethod
     def _fill(cls, given: Any) -> Any:
         """Parts that are not given, as the kind says; so a saved recipe tells all of them."""
-        if not isinstance(given, dict):
-            return given
-        preset = PRESETS.get(given.get("kind", "grpo"))
-        if preset is None:
+        if not isinstance(given, dict) or given.get("kind", "grpo") not in tuple(PRESETS):
             return given  # an unknown kind is told by its own field
-        said = {name: value for name, value in given.items() if value is not None}
-        parts = {**preset, **implied_parts(preset, said)}
-        said |= completed_sections(parts, said)
-        bounds = said.get("rejection_sampling")
-        if bounds is not None and "behaviour_weight" not in said:
-            action = bounds.get("action") if isinstance(bounds, dict) else bounds.action
-            parts["behaviour_weight"] = action or "mask"
-        if said.get("behaviour_weight") in ("none", "full"):
-            parts.pop("rejection_sampling", None)
-        if "eps_clip" in said:
-            parts.pop("eps_clip_higher", None)
-        return {**given, **parts, **said}
+        return filled_in(given)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -274,6 +259,12 @@ class ObjectiveConfig(Config):
             problems.append(
                 "kl: is given with where 'reward' beside distillation; both pull each token's "
                 "reward towards another model. Remove one, or use where 'loss'."
+            )
+        teacher = self.distillation
+        if teacher is not None and teacher.rl_weight > 0.0 and self.gae.discount == 0.0:
+            problems.append(
+                f"distillation.rl_weight: is {teacher.rl_weight:g} with gae.discount 0, by which "
+                "an episode's reward would teach its last token alone. Use gae.discount 1."
             )
         method = self.gae.lambda_method
         if method != "constant" and self.gae.gae_lambda != 1.0:

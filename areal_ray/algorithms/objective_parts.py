@@ -120,8 +120,8 @@ class NormConfig(Config):
 class GaeConfig(Config):
     """How reward flows back over an episode (arXiv:1506.02438)."""
 
-    discount: float = Field(1.0, gt=0.0, le=1.0)
-    """Of the next token's or turn's value."""
+    discount: float = Field(1.0, ge=0.0, le=1.0)
+    """Of the next token's or turn's value; 0: a token answers for its own reward alone."""
     gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
     """Between one-step (0) and whole-episode (1) estimates; needs a critic to matter."""
     unit: Literal["token", "turn"] = "token"

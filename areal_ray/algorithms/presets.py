@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from areal_ray.algorithms.objective_parts import (
     DistillationConfig,
+    GaeConfig,
     NormConfig,
     RejectionSamplingConfig,
 )
@@ -66,7 +67,7 @@ _SCORE: dict[str, Any] = {
     "rejection_sampling": RejectionSamplingConfig(action="clamp", upper=2.0),
 }
 
-_SECTIONS = ("rejection_sampling", "reward_norm", "advantage_norm", "distillation")
+_SECTIONS = ("rejection_sampling", "reward_norm", "advantage_norm", "distillation", "gae")
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2402.03300, eq. 3
@@ -124,11 +125,36 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_SCORE,
         "reward_norm": _NOTHING,
         "distillation": DistillationConfig(),
+        # The teacher judges each token by itself; what follows would be noise for most tokens.
+        "gae": GaeConfig(discount=0.0),
     },
 }
 
 
-def implied_parts(preset: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping[str, Any]:
+def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an objective of a known kind with all parts its name stands for.
+
+    Args:
+        given: What a recipe says; null counts as nothing said.
+    """
+    preset = PRESETS[given.get("kind", "grpo")]
+    said = {name: value for name, value in given.items() if value is not None}
+    parts = {**preset, **_implied_parts(preset, said)}
+    said |= _completed_sections(parts, said)
+    bounds = said.get("rejection_sampling")
+    if bounds is not None and "behaviour_weight" not in said:
+        action = (
+            bounds.get("action") if isinstance(bounds, dict) else getattr(bounds, "action", None)
+        )
+        parts["behaviour_weight"] = action or "mask"
+    if said.get("behaviour_weight") in ("none", "full"):
+        parts.pop("rejection_sampling", None)
+    if "eps_clip" in said:
+        parts.pop("eps_clip_higher", None)
+    return {**given, **parts, **said}
+
+
+def _implied_parts(preset: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping[str, Any]:
     """The behaviour weight that a loss or centre other than the preset's needs.
 
     Only where nothing is said of the weight: it is never lost by omission.
@@ -147,7 +173,7 @@ def implied_parts(preset: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping
     return {name: source[name] for name in ("behaviour_weight", "rejection_sampling")}
 
 
-def completed_sections(
+def _completed_sections(
     preset: Mapping[str, Any], said: Mapping[str, Any]
 ) -> Mapping[str, dict[str, Any]]:
     """Sections given in part, with the preset's values for the rest of their keys.

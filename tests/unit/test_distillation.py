@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from areal_ray.algorithms.distillation import full_kl, reverse_kl_rewards, topk_kl
+from areal_ray.algorithms.gae import token_gae
 from areal_ray.algorithms.losses import policy_loss
 from areal_ray.algorithms.objective import ObjectiveConfig
 from tests.support.columns import column, columns_of, finite_differences, gradient
@@ -40,6 +41,61 @@ def test_distillation_follows_the_gradient_of_the_reverse_kl(kind):
     exact = gradient(lambda x: _kl(_log_policy(x), TEACHER), LOGITS)
     torch.testing.assert_close(found, exact)
     assert exact.abs().max() > 0.1
+
+
+_PAIRS = [(a, b) for a in range(3) for b in range(3)]
+_TWO_STEPS = column(0.4, -0.3, 1.0, 0.2, 0.0, -0.5, 1.5, -1.0, 0.3, 0.0, 0.7, -0.2)
+_TEACHER_STEPS = column(-0.4, 0.9, 0.1, 1.0, -0.2, 0.0, 0.0, 0.6, -0.8, -1.0, 0.5, 0.2)
+
+
+def _answers(logits):
+    """[9, 2] log-probs of both tokens of every answer; the second depends on the first."""
+    first, second = _log_policy(logits[:3]), _log_policy(logits[3:].reshape(3, 3))
+    return torch.stack([torch.stack([first[a], second[a, b]]) for a, b in _PAIRS])
+
+
+def _mean_gradient(discount):
+    """Of the objective over all answers, with rewards flowing back over tokens."""
+    policy, teacher = _answers(_TWO_STEPS), _answers(_TEACHER_STEPS)
+    signal = reverse_kl_rewards(teacher.numpy(), policy.numpy())
+    advantages = [
+        token_gae(row, np.zeros(2), discount=discount, gae_lambda=1.0)[0] for row in signal
+    ]
+    shares = policy.sum(1).exp().repeat_interleave(2)
+    ids = np.repeat(np.arange(9), 2).tolist()
+
+    def value(logits):
+        columns = columns_of(
+            _answers(logits).reshape(-1),
+            policy.reshape(-1),
+            torch.from_numpy(np.concatenate(advantages)),
+            ids,
+            token_weights=shares,
+        )
+        return policy_loss(ObjectiveConfig(kind="opd"), columns)[0]
+
+    return gradient(value, _TWO_STEPS)
+
+
+def test_over_whole_answers_the_reward_to_go_gives_the_gradient_of_their_kl():
+    teacher = _answers(_TEACHER_STEPS).sum(1)
+    exact = gradient(lambda x: _kl(_answers(x).sum(1), teacher), _TWO_STEPS)
+    torch.testing.assert_close(_mean_gradient(1.0), exact)
+
+
+def test_each_token_s_own_signal_gives_the_kls_at_prefixes_as_they_come():
+    """Less noise, and blind to where a token leads."""
+    held = _answers(_TWO_STEPS)[::3, 0].exp()
+
+    def at_prefixes(logits):
+        teacher = _TEACHER_STEPS
+        first = _kl(_log_policy(logits[:3]), _log_policy(teacher[:3]))
+        second = [
+            _kl(_log_policy(logits[i : i + 3]), _log_policy(teacher[i : i + 3])) for i in (3, 6, 9)
+        ]
+        return first + (held * torch.stack(second)).sum()
+
+    torch.testing.assert_close(_mean_gradient(0.0), gradient(at_prefixes, _TWO_STEPS))
 
 
 def test_beside_rewards_the_gradients_add_up():

@@ -124,6 +124,14 @@ def test_a_part_of_a_section_leaves_the_rest_as_the_name_says():
     assert other.rejection_sampling == RejectionSamplingConfig(metric="kl_k3", upper=0.5)
 
 
+def test_a_teacher_judges_each_token_by_itself_unless_told_otherwise():
+    assert ObjectiveConfig(kind="opd").gae.discount == 0.0
+    assert ObjectiveConfig(kind="opd", gae={"unit": "turn"}).gae.discount == 0.0
+    joint = ObjectiveConfig(kind="opd", gae={"discount": 1.0}, distillation={"rl_weight": 1.0})
+    assert joint.gae.discount == 1.0
+    assert ObjectiveConfig(kind="grpo").gae.discount == 1.0
+
+
 def test_bounds_imply_their_weight():
     for action in ("mask", "clamp"):
         objective = ObjectiveConfig(kind="decoupled_ppo", rejection_sampling={"action": action})
@@ -173,6 +181,8 @@ def test_what_an_objective_reads():
 
 REFUSED = [
     ({"kind": "guess"}, "kind"),
+    ({"kind": ["grpo"]}, "kind"),
+    ({"rejection_sampling": "mask"}, "rejection_sampling"),
     ({"prox_logp_method": "guess"}, "prox_logp_method"),
     ({"c_clip": 1.0}, "greater than 1"),
     ({"eps_clip": 0.0}, "greater than 0"),
@@ -205,6 +215,7 @@ REFUSED = [
         {"gae": GaeConfig(gae_lambda=0.9, lambda_method="length_adaptive")},
         "makes its own",
     ),
+    ({"kind": "opd", "distillation": {"rl_weight": 1.0}}, "would teach its last token alone"),
     ({"advantage_norm": {"mean": "leave_one_out"}}, "is a baseline of rewards"),
     ({"kl": {"kl_ctl": 0.1, "estimator": "k1", "where": "loss"}}, "mean zero"),
     ({"kl": {"kl_ctl": 0.0}}, "greater than 0"),
