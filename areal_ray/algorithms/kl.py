@@ -65,14 +65,3 @@ def kl_estimate(
         if kind == "k2"
         else np.expm1(-bounded) + bounded
     )
-
-
-def token_kl_rewards(
-    logprobs: NDArray[np.float64],
-    base_logprobs: NDArray[np.float64],
-    *,
-    kl_ctl: float,
-    kind: KlKind,
-) -> NDArray[np.float64]:
-    """[T] what each token's reward changes by: -kl_ctl times its estimate (arXiv:1909.08593)."""
-    return -kl_ctl * kl_estimate(logprobs, base_logprobs, kind)

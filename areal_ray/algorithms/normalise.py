@@ -15,9 +15,6 @@ Values = NDArray[np.float64]
 SumOverRanks = Callable[[list[float]], list[float]]
 """Adds up each of a few numbers over all ranks; every rank must call it."""
 
-_GROUP = NormConfig(mean="group", std="group")
-_GROUP_MEAN = NormConfig(mean="group")
-
 
 def normalise(
     values: Values,
@@ -114,16 +111,6 @@ def leave_one_out(values: Values, mask: NDArray[np.bool_], groups: NDArray[np.in
     The scale of the siblings would be no divisor: it is 0 where all but one are equal.
     """
     return normalise(values, mask, groups, NormConfig(mean="leave_one_out"), min_spread=0.0)
-
-
-def group_advantages(
-    rewards: Sequence[float | None], *, divide_by_std: bool = True, min_spread: float = 1e-6
-) -> Values:
-    """[G] (reward - mean) / std within one group; None or NaN = could not be scored, gets 0."""
-    values = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
-    config = _GROUP if divide_by_std else _GROUP_MEAN
-    groups = np.zeros(len(values), np.int64)
-    return normalise(values, ~np.isnan(values), groups, config, min_spread=min_spread)
 
 
 def is_informative(rewards: Sequence[float | None], *, min_spread: float = 1e-6) -> bool:

@@ -1,6 +1,4 @@
-"""The critic's loss and how much of the returns it explains."""
-
-from collections.abc import Mapping
+"""The critic's loss."""
 
 import torch
 from torch import Tensor
@@ -39,28 +37,5 @@ def clipped_value_loss(
         far = (held - returns).square()
         is_clipped = far > errors
         losses = torch.maximum(errors, far)
-    exact = returns.detach().double()
-    residual = exact - values.detach().double()
-    sums = {
-        "value_tokens": loss_mask.sum(),
-        "value_clipped": is_clipped.sum(),
-        "return": exact.sum(),
-        "return_squared": exact.square().sum(),
-        "residual": residual.sum(),
-        "residual_squared": residual.square().sum(),
-    }
+    sums = {"value_tokens": loss_mask.sum(), "value_clipped": is_clipped.sum()}
     return weighted_sum(0.5 * losses, token_weights, loss_mask), sums
-
-
-def explained_variance(sums: Mapping[str, float]) -> float:
-    """1 - Var(return - value) / Var(return): 1 = foreseen exactly, 0 = no better than the mean.
-
-    0 where all returns are equal. `sums` are those of `clipped_value_loss`, over everything.
-    """
-    count = sums["value_tokens"]
-    if not count:
-        return 0.0
-    variance = sums["return_squared"] / count - (sums["return"] / count) ** 2
-    missed = sums["residual_squared"] / count - (sums["residual"] / count) ** 2
-    scale = sums["return_squared"] / count
-    return 1.0 - missed / variance if variance > 1e-12 * max(scale, 1e-12) else 0.0

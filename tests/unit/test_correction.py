@@ -231,3 +231,11 @@ def test_mismatch_tells_the_engine_s_part_from_staleness():
     nothing = column()
     empty = mismatch_sums(nothing, nothing, torch.tensor([], dtype=torch.int64))
     assert all(value.item() == 0.0 for value in empty.values())
+
+
+def test_the_largest_of_a_sequence_is_that_of_tokens_that_train():
+    config = RejectionSamplingConfig(level="sequence", aggregation="max", lower=0.5)
+    mask = torch.tensor([True, True, False])
+    found = _corrected([0.25, 0.4, 1.0], config, torch.tensor([0, 0, 0]), mask)
+    assert found.outside.tolist() == [True, True, False]
+    assert not found.kept.any()

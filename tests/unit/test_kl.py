@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_ray.algorithms.kl import kl_estimate, token_kl_rewards
+from areal_ray.algorithms.kl import kl_estimate
 from tests.support.columns import column, finite_differences, gradient
 
 CASES = [
@@ -91,15 +91,11 @@ def test_the_mean_gradient_of_each_as_a_loss(kind, expected):
 )
 def test_the_mean_gradient_of_each_as_a_reward(kind, expected):
     policy = _log_policy(LOGITS)
-    rewards = torch.from_numpy(
-        token_kl_rewards(policy.numpy(), REFERENCE.numpy(), kl_ctl=1.0, kind=kind)
-    )
+    rewards = -kl_estimate(policy, REFERENCE, kind)
     mean = gradient(lambda x: (-policy.exp() * rewards * _log_policy(x)).sum(), LOGITS)
     torch.testing.assert_close(mean, expected)
 
 
 def test_token_rewards_are_the_score_less_the_penalty():
-    rewards = token_kl_rewards(
-        np.array([-1.0, -1.0]), np.array([-1.5, -1.5]), kl_ctl=0.1, kind="k1"
-    )
-    np.testing.assert_allclose(rewards + np.array([0.0, 1.0]), [-0.05, 0.95])
+    estimates = kl_estimate(np.array([-1.0, -1.0]), np.array([-1.5, -1.5]), "k1")
+    np.testing.assert_allclose(np.array([0.0, 1.0]) - 0.1 * estimates, [-0.05, 0.95])

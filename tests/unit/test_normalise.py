@@ -6,13 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.algorithms.normalise import (
-    group_advantages,
     is_informative,
     leave_one_out,
     normalise,
 )
 from areal_ray.algorithms.objective_parts import NormConfig, RewardShapingConfig
 from areal_ray.algorithms.shaping import shape_rewards
+
+
+def group_advantages(rewards, *, divide_by_std=True):
+    """Of one group; None = could not be scored."""
+    values = np.array([np.nan if r is None else r for r in rewards], np.float64)
+    config = NormConfig(mean="group", std="group" if divide_by_std else "none")
+    return normalise(values, ~np.isnan(values), np.zeros(len(values), int), config)
 
 
 @pytest.mark.parametrize(

@@ -164,3 +164,13 @@ def test_topr_fades_bad_sequences_alone_and_by_their_whole_ratio():
     slope = gradient(lambda x: topr_loss(x, *flat, sequence_ids=ids)[0], at)
     assert slope.tolist() == pytest.approx([0.25, 0.25, -2.0, -2.0, 3.0])
     assert topr_loss(at, *flat, sequence_ids=ids)[1]["clipped"].item() == 2
+
+
+def test_gspo_judges_a_sequence_by_one_advantage():
+    """Advantages 3 and -1 are 1 for both tokens, so the clip holds both: 1.2, not 1.5."""
+    at = torch.log(column(1.5, 1.5))
+    loss, _ = gspo_loss(
+        at, torch.zeros_like(at), column(3.0, -1.0), every(2), ones(2),
+        sequence_ids=_ids(0, 0), clip_range=(0.8, 1.2),
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(-1.2 * 2)

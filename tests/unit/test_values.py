@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from areal_ray.algorithms.values import clipped_value_loss, explained_variance
+from areal_ray.algorithms.values import clipped_value_loss
 from tests.support.columns import column, every, finite_differences, gradient, ones
 
 
@@ -73,21 +73,3 @@ def test_large_values_stay_finite(dtype):
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(values.grad).all()
-
-
-def _explained(values, returns):
-    sums = _loss(values, values, returns)[1]
-    return explained_variance({name: float(x) for name, x in sums.items()})
-
-
-def test_explained_variance():
-    returns = [0.0, 1.0, 2.0, 5.0]
-    assert _explained(returns, returns) == pytest.approx(1.0)
-    assert _explained([2.0] * 4, returns) == pytest.approx(0.0)
-    assert _explained([x + 3.0 for x in returns], returns) == pytest.approx(1.0)
-    assert _explained([0.0, 0.0, 0.0, 3.5], returns) == pytest.approx(
-        1 - torch.tensor([0.0, 1.0, 2.0, 1.5]).var(correction=0).item() / 3.5
-    )
-    assert _explained([-x for x in returns], returns) == pytest.approx(-3.0)
-    assert _explained([0.0, 1.0], [7.1, 7.1]) == 0.0
-    assert _explained([], []) == 0.0
