@@ -341,3 +341,16 @@ def test_a_kl_in_the_loss_teaches_without_any_advantage():
     slope = gradient(value, logits)
     assert slope.abs().max() > 0.05
     assert exact(logits - 0.1 * slope) < exact(logits) - 1e-3
+
+
+def test_half_precision_columns_are_summed_in_float32():
+    generator = torch.Generator().manual_seed(1)
+    draw = (-torch.rand((3, 300), generator=generator)).to(torch.bfloat16)
+    logprobs, behaviour, advantages = draw.clone().requires_grad_(True)
+    columns = columns_of(logprobs, behaviour, advantages)
+    loss, sums = policy_loss(ObjectiveConfig(), columns)
+    wide = columns_of(*draw.float(), token_weights=columns.token_weights.float())
+    expected, expected_sums = policy_loss(ObjectiveConfig(), wide)
+    assert loss.item() == expected.item()
+    assert sums["ratio"].item() == expected_sums["ratio"].item()
+    assert loss.dtype == torch.float32
