@@ -9,11 +9,18 @@ import pytest
 import torch
 
 from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.algorithms.objective_parts import GaeConfig, KlConfig
 from areal_ray.algorithms.packing import GroupSize, plan_step
 from areal_ray.engines.process_group import RankGroup, Rendezvous
 from areal_ray.engines.sft import SftExample
 from areal_ray.engines.torch_train import TorchTrainEngine
-from areal_ray.engines.train_config import LearnerConfig, OptimizerConfig, TorchTrainConfig
+from areal_ray.engines.train_config import (
+    Companions,
+    CriticConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    TorchTrainConfig,
+)
 from areal_ray.errors import EngineError
 from tests.support.tiny_groups import random_group
 from tests.support.tiny_models import write_tiny_model
@@ -63,13 +70,46 @@ def _run(folder, ranks, outbox):
     empty = engine.train_step([[], []], 3)
     taught = engine.sft_step(_examples()[ranks.rank :: ranks.size])
     seen = engine.evaluate_sft(_examples()[ranks.rank :: ranks.size])
+    more = [_other_objective(folder, ranks, Path(outbox), case) for case in OBJECTIVES]
     timing = ("learner/step_s", "learner/proximal_s", "learner/tokens_per_s")
     layout = ("learner/micro_batches", "learner/computed_tokens", "learner/padded_tokens")
     metrics = [
         {k: v for k, v in stats.metrics.items() if k not in (*timing, *layout)}
-        for stats in (first, second, empty, taught)
+        for stats in (first, second, empty, taught, *more)
     ]
     return {"metrics": metrics, "seen": seen, "weights": dict(engine.weights())}
+
+
+OBJECTIVES = {
+    "m2po": {"m2_threshold": 0.01},
+    "lite_ppo": {"aggregation": "rollout_mean"},
+    "reinforce_pp_baseline": {"entropy_coef": 0.01},
+    "ppo": {"kl": KlConfig(kl_ctl=0.1), "gae": GaeConfig(gae_lambda=0.9)},
+    "opd": {},
+}
+
+
+def _other_objective(folder, ranks, outbox, kind):
+    """A step with all that has to be summed over ranks: statistics, cut-offs, a critic."""
+    objective = ObjectiveConfig(kind=kind, **OBJECTIVES[kind])
+    fixed = str(outbox.parent / "model")
+    critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-2, eps=1e-4))
+    companions = Companions(
+        reference_path=fixed if objective.needs_reference else "",
+        teacher_path=fixed if objective.needs_teacher else "",
+        critic_path=folder if kind == "ppo" else "",
+        critic=critic,
+    )
+    engine = TorchTrainEngine(
+        folder, _config(), objective=objective, ranks=ranks, companions=companions
+    )
+    groups = _groups()
+    plan = plan_step(
+        [GroupSize(g.num_tokens) for g in groups], num_minibatches=2, num_ranks=ranks.size, seed=1
+    ).of_rank(ranks.rank)
+    share = [[groups[i] for i in part] for part in plan]
+    engine.train_step(share, 1)
+    return engine.train_step(share, 2)
 
 
 def _rank_main(folder, address, rank, size, outbox):
