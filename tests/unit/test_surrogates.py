@@ -174,3 +174,15 @@ def test_gspo_judges_a_sequence_by_one_advantage():
         sequence_ids=_ids(0, 0), clip_range=(0.8, 1.2),
     )  # fmt: skip
     assert loss.item() == pytest.approx(-1.2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [(1.5, 2.0, -2.4), (1.5, -2.0, 3.0), (0.5, 2.0, -1.0), (0.5, -2.0, 1.6)],
+)
+def test_gspo_clips_the_side_that_would_gain_alone(ratio, advantage, expected):
+    loss, _ = gspo_loss(
+        column(math.log(ratio)), column(0.0), column(advantage), every(1), ones(1),
+        sequence_ids=_ids(0), clip_range=(0.8, 1.2),
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(expected)
