@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from areal_ray.engines.preference import PairTask
 from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.engines.sft import OfflineDistillationConfig
 from areal_ray.errors import DeadlineExceeded
 from areal_ray.recipe import Recipe
 from areal_ray.runtime.agent_actor import AgentActor
@@ -20,6 +22,7 @@ from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.placement import (
     PARAM_SYNC,
+    Layout,
     Reservation,
     plan_layout,
     reserve,
@@ -46,6 +49,18 @@ class StartPoint:
     """What the run saved beside it."""
 
 
+def layout_of(recipe: Recipe) -> Layout:
+    """The bundles of a run of this recipe."""
+    parts = recipe.parts
+    return plan_layout(
+        rollout=recipe.rollout if parts.samples else None,
+        learner=recipe.learner if parts.trains else None,
+        agent=recipe.agent if parts.samples else None,
+        reward=recipe.reward if parts.samples else None,
+        has_evaluation=parts.loop == "train" and recipe.evaluation is not None,
+    )
+
+
 class ActorGraph:
     """Actors of one run."""
 
@@ -54,16 +69,8 @@ class ActorGraph:
         self.begin = begin
         self.roots = [str(root) for root in recipe.import_roots]
         self.journal = str((recipe.folder / JOURNAL_FOLDER).resolve())
-        is_rl, is_sft = recipe.kind == "rl", recipe.kind == "sft"
-        layout = plan_layout(
-            rollout=None if is_sft else recipe.rollout,
-            learner=None if recipe.kind == "eval" else recipe.learner,
-            agent=None if is_sft else recipe.agent,
-            reward=None if is_sft else recipe.reward,
-            has_evaluation=is_rl and recipe.evaluation is not None,
-        )
         self._reservation: Reservation = reserve(
-            layout, connection.nodes, deadline_s=recipe.deadlines.placement_s
+            layout_of(recipe), connection.nodes, deadline_s=recipe.deadlines.placement_s
         )
         self._fleets: list[Fleet] = []
         self._token = uuid4().hex[:6]
@@ -113,7 +120,7 @@ class ActorGraph:
                 "model_path": self.begin.model_path,
                 "config": self.recipe.rollout,
                 "version": self.begin.version,
-                "sync": "" if self.recipe.kind == "eval" else self._spawned_name(PARAM_SYNC),
+                "sync": self._spawned_name(PARAM_SYNC) if self.recipe.parts.trains else "",
                 "pinned": pinned,
             },
         )
@@ -162,6 +169,8 @@ class ActorGraph:
             resume_from=self.begin.checkpoint,
             journal=self.journal,
             sft=recipe.sft,
+            pairs=_pair_task(recipe),
+            distillation=_distillation(recipe),
             import_roots=tuple(self.roots),
             seed=recipe.seed,
         )
@@ -207,3 +216,16 @@ class ActorGraph:
         for fleet in reversed(self._fleets):
             fleet.kill()
         self._reservation.release()
+
+
+def _pair_task(recipe: Recipe) -> PairTask | None:
+    if recipe.preference is None:
+        return None
+    return PairTask(recipe.preference, is_scored=recipe.kind == "reward_model")
+
+
+def _distillation(recipe: Recipe) -> OfflineDistillationConfig | None:
+    """How the learner follows the teacher on given conversations."""
+    if recipe.kind != "distill" or recipe.sft is None:
+        return None
+    return recipe.sft.distillation or OfflineDistillationConfig()

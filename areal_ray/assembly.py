@@ -17,7 +17,7 @@ from areal_ray.core.verdict import FailureGuard
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.recipe import Recipe
 from areal_ray.records import Records
-from areal_ray.run import Run, SftRun
+from areal_ray.run import PairRun, Run, SftRun
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, call
 from areal_ray.runtime.placement import EVALUATION, EVALUATION_AGENT, PARAM_SYNC
@@ -34,7 +34,7 @@ from areal_ray.telemetry.waits import WaitBoard
 
 
 async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger: Ledger) -> Run:
-    """Every actor of a run of kind rl, loaded and introduced to each other."""
+    """Every actor of a run with rollouts, loaded and introduced to each other."""
     recipe, begin = graph.recipe, graph.begin
     assert recipe.admission is not None
     assert recipe.tasks is not None
@@ -42,9 +42,9 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     learners = graph.learners(recipe.steps)
     rollouts = graph.rollouts("rollout")
     agents = graph.agents("agent", rollouts, recipe.rollout.sampling)
-    rewards = graph.rewards()
+    rewards = graph.rewards() if recipe.reward is not None else None
     sync = SyncService(sync_handle, patience_s=recipe.deadlines.start_s, tell=records.event)
-    evaluation = _evaluation(graph, rewards, sync)
+    evaluation = None if rewards is None else _evaluation(graph, rewards, sync)
     own = evaluation.fleets if evaluation is not None else []
     await graph.wait_until_loaded(learners)
     names = learners.names()
@@ -71,12 +71,12 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
         guard=FailureGuard(admission),
         segments=SegmentKeeper(Path(graph.journal)),
         agents=AgentService(agents, tracker, n_samples=admission.n_samples, seed=recipe.seed),
-        rewards=RewardService(rewards, tracker),
+        rewards=_scoring(recipe, rewards, tracker),
         learners=learner,
         sync=sync,
         evaluation=evaluation,
         checkpoints=CheckpointService(recipe.folder, recipe.checkpoint, learner),
-        supervisor=Supervisor(rollouts, [agents, rewards, *own]),
+        supervisor=Supervisor(rollouts, [agents, *([] if rewards is None else [rewards]), *own]),
         records=records,
         waits=waits,
         tracker=tracker,
@@ -87,7 +87,7 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
 
 
 async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> SftRun:
-    """The learner actors of a run of kind sft."""
+    """The learner actors of a run on given conversations."""
     recipe, begin = graph.recipe, graph.begin
     assert recipe.sft is not None
     learners = graph.learners(recipe.sft.planned_steps)
@@ -109,6 +109,26 @@ async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> Sf
     return run
 
 
+async def start_pairs(graph: ActorGraph, records: Records, waits: WaitBoard) -> PairRun:
+    """The learner actors of a run of kind dpo or reward_model."""
+    recipe, begin = graph.recipe, graph.begin
+    assert recipe.preference is not None
+    learners = graph.learners(recipe.preference.steps)
+    await graph.wait_until_loaded(learners)
+    learner = LearnerService(learners, num_minibatches=1, seed=recipe.seed)
+    return PairRun(
+        config=recipe.preference,
+        steps=recipe.preference.steps,
+        step=begin.step,
+        version=begin.version,
+        deadlines=recipe.deadlines,
+        learners=learner,
+        checkpoints=CheckpointService(recipe.folder, recipe.checkpoint, learner),
+        records=records,
+        waits=waits,
+    )
+
+
 async def start_eval(graph: ActorGraph) -> EvaluationService:
     """Rollout, agent and reward actors that score one model."""
     recipe = graph.recipe
@@ -128,6 +148,13 @@ async def start_eval(graph: ActorGraph) -> EvaluationService:
         first_version=graph.begin.version,
         seed=recipe.seed,
     )
+
+
+def _scoring(recipe: Recipe, rewards: Fleet | None, tracker: Tracker) -> RewardService | None:
+    """What scores the episodes that are trained on; in kind distill nothing does."""
+    if rewards is None or recipe.kind == "distill":
+        return None
+    return RewardService(rewards, tracker)
 
 
 def _evaluation(graph: ActorGraph, rewards: Fleet, sync: SyncService) -> EvaluationService | None:

@@ -61,11 +61,19 @@ def train(
         bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")
     ] = False,
     print_config: PrintConfig = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Try it out: tiny random model, a few rows, two steps.")
+    ] = False,
 ) -> None:
     """Run a recipe to its end: a table while it goes, then a summary and a report."""
     from areal_ray.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    if smoke:
+        from areal_ray.smoke import smoke_recipe
+
+        loaded = smoke_recipe(loaded, overrides or (), tell=_complain)
+        overwrite = not resume  # nobody misses the one before
     _go(loaded, overwrite=overwrite, resume=resume, print_config=print_config)
 
 

@@ -26,7 +26,7 @@ from areal_ray.core.verdict import TOO_STALE, judge
 from areal_ray.core.versions import oldest_allowed
 from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.errors import ActorLost, DataError, DeadlineExceeded
-from areal_ray.run import Run, SftRun
+from areal_ray.run import PairRun, Run, SftRun
 
 
 async def train(run: Run) -> None:
@@ -64,7 +64,7 @@ async def collect(run: Run, lease: Lease) -> None:
     run.ledger.lease(lease.group_id)
     try:
         made, payload = await run.agents.run_group(lease)
-        scored, payload = await run.rewards.score_group(lease, payload)
+        scored, payload = await run.score(lease, made, payload)
     except ActorLost as lost:
         # One death takes many groups along; only who loses its actor again counts as a failure.
         await fail(run, lease, f"actor lost: {lost}", is_counted=lease.attempt > 0)
@@ -177,7 +177,8 @@ async def look(run: Run) -> None:
 
 
 async def fit(run: SftRun) -> None:
-    """kind: sft. Phases of supervised steps on the learner actors; no rollouts, no versions."""
+    """kind: sft, and distill on given conversations. Phases of supervised steps on the learner
+    actors; no rollouts, no versions."""
     for index, phase in enumerate(run.phases):
         begins_at, seen = run.steps_before(index), None
         while not phase.is_finished(run.step - begins_at, seen):
@@ -191,10 +192,31 @@ async def fit(run: SftRun) -> None:
             run.records.fitted(run.step, stats)
             if phase.is_look_due(taken + 1):
                 seen = await run.learners.sft_evaluate(index)
-                run.records.looked(run.step, seen, phase)
+                run.records.event(f"step {run.step}: {phase.described(seen)}")
             await run.checkpoints.save_if_due(run)
         run.end_phase(index)
         check_reached(index, phase, seen)
+
+
+async def prefer(run: PairRun) -> None:
+    """kind: dpo and reward_model. Steps on pairs of answers on the learner actors."""
+    if run.step == 0:
+        await compare(run)
+    while run.step < run.steps and not run.stopping.is_set():
+        stats = await run.bounded(
+            run.learners.pair_step(run.step), f"step {run.step + 1} of the learner"
+        )
+        run.step += 1
+        run.records.fitted(run.step, stats)
+        await compare(run)
+        await run.checkpoints.save_if_due(run)
+
+
+async def compare(run: PairRun) -> None:
+    """Look at held-out pairs, if it is time to."""
+    if run.config.is_look_due(run.step):
+        seen = await run.bounded(run.learners.pair_evaluate(), "a look at held-out pairs")
+        run.records.compared(run.step, seen)
 
 
 def check_reached(index: int, phase: SftPhase, seen: SftEvaluation | None) -> None:

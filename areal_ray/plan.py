@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from areal_ray.actors import layout_of
 from areal_ray.errors import PlacementError
 from areal_ray.preflight import check_files
 from areal_ray.recipe import Recipe
 from areal_ray.run_folder import conflict
 from areal_ray.runtime.cluster import address_of, connect, machine_nodes
-from areal_ray.runtime.placement import Layout, NodeSupply, assign, plan_layout, table
+from areal_ray.runtime.placement import NodeSupply, assign, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,6 @@ def plan_run(recipe: Recipe) -> PlannedRun:
         problems.append(str(error))
     where = recipe.origin.name if recipe.origin is not None else "recipe"
     return PlannedRun(drawn, tuple(f"{where}: {problem}" for problem in problems))
-
-
-def layout_of(recipe: Recipe) -> Layout:
-    """The bundles of a run of this recipe."""
-    trains, samples = recipe.kind != "eval", recipe.kind != "sft"
-    return plan_layout(
-        rollout=recipe.rollout if samples else None,
-        learner=recipe.learner if trains else None,
-        agent=recipe.agent if samples else None,
-        reward=recipe.reward if samples else None,
-        has_evaluation=recipe.kind == "rl" and recipe.evaluation is not None,
-    )
 
 
 def _nodes(recipe: Recipe) -> list[NodeSupply]:

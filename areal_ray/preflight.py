@@ -110,7 +110,7 @@ def _companion_problems(recipe: Recipe) -> Iterator[str]:
     """Reference, teacher and critic: there, and of the policy's vocabulary."""
     for name in ("reference", "teacher", "critic"):
         section = getattr(recipe, name)
-        if section is None or section.path is None:
+        if section is None or section.path in (None, recipe.model.path):
             continue  # not used, or the policy's own start
         where, path = f"{name}.path", getattr(recipe.companions, f"{name}_path")
         folder = Path(path)
@@ -161,7 +161,7 @@ def _create_problems(recipe: Recipe) -> Iterator[str]:
 
 def _code_problems(recipe: Recipe) -> Iterator[str]:
     roots = recipe.import_roots
-    if recipe.kind != "sft":
+    if recipe.parts.samples:
         agent = recipe.agent
         yield from _caught(
             "agent", lambda: check_agent(resolve(agent.run, roots, where="agent.run"), agent)
@@ -178,6 +178,12 @@ def _code_problems(recipe: Recipe) -> Iterator[str]:
         if phase.until is not None and phase.until.source is not None:
             until = phase.until
             yield from _source_problems(recipe, f"{where}.until", until.source or "", until.args)
+    pairs = recipe.preference
+    if pairs is not None:
+        yield from _source_problems(recipe, "preference", pairs.source, pairs.args)
+        if pairs.held_out is not None:
+            source, args = pairs.held_out.source or pairs.source, pairs.held_out.args
+            yield from _source_problems(recipe, "preference.held_out", source, args)
 
 
 def _source_problems(recipe: Recipe, where: str, source: str, args: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -21,6 +21,7 @@ from areal_ray.core.config import Config
 from areal_ray.core.imports import import_roots
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.objective_checks import Surroundings, objective_problems
+from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftConfig
 from areal_ray.engines.train_config import (
     Companions,
@@ -30,6 +31,7 @@ from areal_ray.engines.train_config import (
     TeacherConfig,
 )
 from areal_ray.errors import RecipeError
+from areal_ray.kinds import Parts, RunKind, parts_of, section_problems
 from areal_ray.rewards.reward import RewardConfig
 from areal_ray.run_folder import RECIPE_FILE as RECIPE_FILE
 from areal_ray.runtime.rollout_config import RolloutConfig
@@ -48,29 +50,20 @@ MODEL_FOLDER = "model"
 
 _SEED = "{seed}"
 _FILEROOT = "{fileroot}"
-_NEEDED = {
-    "rl": ("tasks", "reward", "admission"),
-    "sft": ("sft",),
-    "eval": ("evaluation", "reward"),
-}
-_REFUSED = {
-    "rl": ("sft",),
-    "sft": ("tasks", "reward", "admission", "evaluation", "critic", "reference", "teacher"),
-    "eval": ("sft", "admission"),
-}
 
 
 class Recipe(Config):
     """All that a run is made of."""
 
-    kind: Literal["rl", "sft", "eval"]
-    """rl: learn from rewards. sft: learn from given answers. eval: score a model."""
+    kind: RunKind
+    """rl: learn from rewards. sft: from given answers. dpo: from pairs of answers. reward_model:
+    learn to score answers. distill: learn from a teacher. eval: score a model."""
     name: str = Field(min_length=1, max_length=100)
     """Of the run and its folder. `{seed}` stands for the seed."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Of everything that is drawn."""
     steps: int = Field(0, ge=0)
-    """Learner steps of kind rl. For kind sft 0: its phases say how many."""
+    """Learner steps of kind rl and distill; of the others their own sections say how many."""
     model: ModelConfig
     """What is sampled from and trained."""
     tasks: TasksConfig | None = None
@@ -86,15 +79,17 @@ class Recipe(Config):
     critic: CriticConfig | None = None
     """Value model beside the policy (kind ppo)."""
     reference: ReferenceConfig | None = None
-    """Frozen model that objective.kl is measured against."""
+    """Frozen model that objective.kl is measured against, or that DPO starts from."""
     teacher: TeacherConfig | None = None
-    """Frozen model that objective.distillation learns from."""
+    """Frozen model that objective.distillation, or kind distill, learns from."""
     rollout: RolloutConfig = RolloutConfig()
     """The generation engines."""
     learner: LearnerConfig = LearnerConfig()
     """The training engine."""
     sft: SftConfig | None = None
-    """Supervised phases (kind sft)."""
+    """Phases on given conversations (kind sft; kind distill where given)."""
+    preference: PreferenceConfig | None = None
+    """Pairs of answers (kinds dpo and reward_model)."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights travel."""
     evaluation: EvaluationConfig | None = None
@@ -115,7 +110,7 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = [
-            *self._section_problems(),
+            *section_problems(self),
             *self._name_problems(),
             *self._training_problems(),
             *self._gpu_problems(),
@@ -123,6 +118,11 @@ class Recipe(Config):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def parts(self) -> Parts:
+        """Loop and actors of its kind."""
+        return parts_of(self.kind, has_sft=self.sft is not None)
 
     @property
     def run_name(self) -> str:
@@ -178,18 +178,6 @@ class Recipe(Config):
         """Every key with its value; reads back as the same recipe."""
         return yaml_tree.write_yaml(typed_yaml.untyped_values(self))
 
-    def _section_problems(self) -> list[str]:
-        problems = [
-            f"{name}: is missing; kind: {self.kind} needs it. Add the section."
-            for name in _NEEDED[self.kind]
-            if getattr(self, name) is None
-        ]
-        return problems + [
-            f"{name}: is given; kind: {self.kind} has no use for it. Remove the section."
-            for name in _REFUSED[self.kind]
-            if getattr(self, name) is not None
-        ]
-
     def _name_problems(self) -> list[str]:
         if "/" in self.name or "\0" in self.name or self.name.strip(". ") != self.name:
             return [
@@ -199,11 +187,11 @@ class Recipe(Config):
         return []
 
     def _training_problems(self) -> list[str]:
-        if self.kind != "rl" or self.admission is None:
+        if self.parts.loop != "train" or self.admission is None:
             return []
         problems = []
         if self.steps == 0:
-            problems.append("steps: is 0; must be >= 1 for kind: rl. Say how many.")
+            problems.append(f"steps: is 0; must be >= 1 for kind: {self.kind}. Say how many.")
         groups, minibatches = self.admission.groups_per_step, self.learner.ppo_n_minibatches
         if groups % minibatches:
             problems.append(
@@ -230,7 +218,7 @@ class Recipe(Config):
         supply = self.cluster.n_nodes * self.cluster.n_gpus_per_node
         rollouts = self.rollout.replicas * self.rollout.num_gpus
         learners = self.learner.ranks * self.learner.num_gpus
-        demand = (rollouts if self.kind != "sft" else 0) + (learners if self.kind != "eval" else 0)
+        demand = rollouts * self.parts.samples + learners * self.parts.trains
         unreserved = [
             f"{name}.num_gpus: is 0 with {name}.engine.device {section.engine.device}; must be "
             "above 0, so that the actor has a GPU of its own. Set it, or device to cpu."
@@ -328,7 +316,7 @@ def evaluation_of(recipe: Recipe, run: Path | None, overrides: Sequence[str] = (
     """
     changes = []
     if recipe.kind != "eval":
-        changes += ["kind=eval", "steps=0", "admission=null", "sft=null"]
+        changes += ["kind=eval", "steps=0", "admission=null", "sft=null", "preference=null"]
         changes.append(f"name={recipe.name}-eval")
     if run is not None:
         model = run / MODEL_FOLDER

@@ -13,8 +13,8 @@ from areal_ray.core.queue import Ticket
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.verdict import TOO_STALE
 from areal_ray.core.versions import UNLIMITED, AdmissionConfig
+from areal_ray.engines.preference import PairEvaluation
 from areal_ray.engines.protocols import StepStats
-from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.runtime.evaluation import EvaluationResult
 from areal_ray.runtime.param_sync_actor import PublishReport
 from areal_ray.runtime.supervisor import FleetReading
@@ -174,26 +174,23 @@ class Records:
             StepView(step=step, version=0, step_s=row["time/step_s"], loss=row.get("learner/loss"))
         )
 
-    def looked(self, step: int, seen: SftEvaluation, phase: SftPhase) -> None:
-        """Held-out examples were looked at to decide whether a supervised phase goes on."""
-        assert phase.until is not None
-        reached, needed = seen.match_of(phase.until.span), phase.until.exact_match
-        self.event(f"step {step}: exact match {reached:.2f} held out, {needed:g} wanted")
+    def compared(self, step: int, seen: PairEvaluation) -> None:
+        """Held-out pairs were looked at."""
+        self._log.log(step, 0, seen.metrics(), kind="eval")
+        view = EvalView(
+            step=step,
+            version=0,
+            accuracy=seen.accuracy,
+            episodes=seen.num_pairs,
+            wall_s=seen.seconds,
+            unit="pairs",
+        )
+        self._progress.on_eval(view)
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
         step = result.step
-        values = {
-            "eval/accuracy_fraction": result.accuracy,
-            "eval/reward_mean": result.reward_mean,
-            "eval/episodes": float(result.episodes),
-            "eval/failed_episodes": float(result.failed_episodes),
-            "eval/sampled_tokens": float(result.sampled_tokens),
-            "eval/wall_s": result.wall_s,
-        }
-        if result.pass_at_n is not None:
-            values["eval/pass_fraction"] = result.pass_at_n
-        self._log.log(step, result.version, values, kind="eval")
+        self._log.log(step, result.version, result.metrics(), kind="eval")
         self._progress.on_eval(
             EvalView(
                 step=step,

@@ -11,9 +11,10 @@ from areal_ray.core.gate import AdmissionGate
 from areal_ray.core.journal import JournalPlace, SegmentKeeper
 from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.queue import Ticket, TrajectoryQueue
-from areal_ray.core.summaries import GroupSummary, ScoreSummary
+from areal_ray.core.summaries import GroupSummary, ScoreSummary, unscored
 from areal_ray.core.verdict import FailureGuard
 from areal_ray.core.versions import AdmissionConfig
+from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftPhase
 from areal_ray.errors import DeadlineExceeded
 from areal_ray.records import Records
@@ -107,8 +108,15 @@ class SftRun(LearnerRun):
 
 
 @dataclass(kw_only=True)
+class PairRun(LearnerRun):
+    """A run of kind dpo or reward_model."""
+
+    config: PreferenceConfig
+
+
+@dataclass(kw_only=True)
 class Run(LearnerRun):
-    """A run of kind rl."""
+    """A run with rollouts: kind rl or distill."""
 
     admission: AdmissionConfig
     tasks: TaskStream
@@ -118,7 +126,8 @@ class Run(LearnerRun):
     guard: FailureGuard
     segments: SegmentKeeper
     agents: AgentService
-    rewards: RewardService
+    rewards: RewardService | None
+    """None where nobody scores episodes (kind distill)."""
     sync: SyncService
     tracker: Tracker
     supervisor: Supervisor
@@ -132,6 +141,14 @@ class Run(LearnerRun):
         self.ledger.reserve(lease)
         self.queue.expect(lease.group_id, lease.admitted_version)
         return lease
+
+    async def score(
+        self, lease: Lease, made: GroupSummary, payload: Any
+    ) -> tuple[ScoreSummary, Any]:
+        """The group with rewards; as it is where nobody scores."""
+        if self.rewards is None:
+            return unscored(made), payload
+        return await self.rewards.score_group(lease, payload)
 
     def commit(
         self, lease: Lease, made: GroupSummary, scored: ScoreSummary, payload: Any

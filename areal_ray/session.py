@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_ray.actors import ActorGraph, StartPoint
-from areal_ray.assembly import ledger_of, start_eval, start_rl, start_sft
+from areal_ray.assembly import ledger_of, start_eval, start_pairs, start_rl, start_sft
 from areal_ray.core.ledger import Ledger
-from areal_ray.driver import fit, train
+from areal_ray.driver import fit, prefer, train
 from areal_ray.errors import ActorLost, ArealRayError
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
-from areal_ray.run import LearnerRun, Run, SftRun
+from areal_ray.run import LearnerRun, PairRun, Run, SftRun
 from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
@@ -153,8 +153,13 @@ class Session:
         self._progress.on_event("starting actors ...")
         graph = ActorGraph(recipe, connection, begin)
         try:
-            kinds = {"rl": self._rl, "sft": self._sft, "eval": self._eval}
-            await self._until_stopped(kinds[recipe.kind](graph, begin))
+            loops = {
+                "train": self._rl,
+                "fit": self._sft,
+                "prefer": self._preference,
+                "evaluate": self._eval,
+            }
+            await self._until_stopped(loops[recipe.parts.loop](graph, begin))
         finally:
             _bounded(graph.close, "ending the actors")
 
@@ -192,6 +197,15 @@ class Session:
         self._begin(run.steps, begin)
         records.begin()
         await fit(run)
+        await self._save_model(run)
+
+    async def _preference(self, graph: ActorGraph, begin: StartPoint) -> None:
+        records = self._open_records(begin, None)
+        run: PairRun = await start_pairs(graph, records, self._waits)
+        run.stopping, self._state = self._stopping_event(), run
+        self._begin(run.steps, begin)
+        records.begin()
+        await prefer(run)
         await self._save_model(run)
 
     async def _eval(self, graph: ActorGraph, begin: StartPoint) -> None:
@@ -239,7 +253,7 @@ class Session:
         )
         self._progress.start(header)
 
-    async def _save_model(self, run: Run | SftRun) -> None:
+    async def _save_model(self, run: LearnerRun) -> None:
         """The final weights as a Hugging Face checkpoint, written beside and then renamed."""
         if self._stop_asked:
             await run.checkpoints.save(run)
@@ -308,7 +322,7 @@ def failure_text(error: BaseException | None) -> str:
 
 def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
     facts = {"model": begin.model_path, "seed": str(recipe.seed)}
-    if recipe.kind == "rl" and recipe.admission is not None:
+    if recipe.parts.loop == "train" and recipe.admission is not None:
         admission = recipe.admission
         facts["step"] = f"{admission.groups_per_step} groups x {admission.n_samples} episodes"
         facts["staleness"] = (

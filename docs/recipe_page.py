@@ -17,11 +17,19 @@ type the key has: `rollout.replicas=2`, `learner.optimizer.lr=1e-5`, `evaluation
 out has its default. `areal-ray train RECIPE --print-config` prints the whole recipe as it would
 run, and each run saves it as `recipe.yaml`.
 
-| kind | what it does | sections it needs | sections it refuses |
+| kind | what it does | sections it needs | actors |
 |---|---|---|---|
-| `rl` | learns from rewards | `tasks`, `reward`, `admission` | `sft` |
-| `sft` | learns from given answers | `sft` | `tasks`, `reward`, `admission`, `evaluation` |
-| `eval` | scores a model | `evaluation`, `reward` | `sft`, `admission` |
+| `rl` | learns from rewards | `tasks`, `reward`, `admission` | all |
+| `sft` | learns from given answers | `sft` | learners |
+| `dpo` | learns from pairs of answers | `preference`, `reference` | learners |
+| `reward_model` | learns to score answers from pairs | `preference` | learners |
+| `distill` | learns from a teacher, on its own answers | `tasks`, `admission`, `teacher` | no reward |
+| `distill`, with `sft` | learns from a teacher, on given answers | `sft`, `teacher` | learners |
+| `eval` | scores a model | `evaluation`, `reward` | no learner |
+
+A section that a kind would not read is refused. Kind `distill` has reward actors only where
+`evaluation` is given, for the held-out tasks. `areal-ray train RECIPE --smoke` tries any recipe out
+with a tiny random model and a few rows.
 
 Code is named `package.module:name` and looked for in the folders above the recipe file and in the
 working directory. How to write it: [agents_and_rewards.md](agents_and_rewards.md).

@@ -26,7 +26,7 @@ FLOORS = [
     {"runtime"},
     {
         *("driver", "recipe", "run", "records", "handle", "assembly", "prepare"),
-        *("preflight", "plan", "run_listing", "actors", "session"),
+        *("preflight", "plan", "run_listing", "actors", "session", "kinds", "smoke"),
     },
     {"cli"},
 ]
@@ -52,6 +52,8 @@ BROAD_EXCEPTS = {
     "rewards/worker.py": "the reward",
     "engines/torch_generation.py": "the loop's end: every turn it held comes back with the cause",
     "preflight.py": "code that a recipe names",
+    "agents/hub.py": "the hub's client and its transports, which raise what they like",
+    "smoke.py": "a recipe's data sources, which may be out of reach here",
     "session.py": "the run's own end: any failure is told, and the report still written",
     "runtime/supervisor.py": "the supervisor",
     "runtime/cluster.py": "Ray, which raises a bare Exception where it does not start",

@@ -133,6 +133,11 @@ class ObjectiveConfig(Config):
         return self.distillation is not None
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether an episode without a reward teaches nothing."""
+        return self.distillation is None or self.distillation.rl_weight > 0.0
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether log-probs at the start of the step are read."""
         is_corrected = self.behaviour_weight != "none" or self.m2_threshold is not None

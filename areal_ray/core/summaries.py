@@ -66,8 +66,36 @@ class ScoreSummary:
     payload_bytes: int = 0
     seconds: float = 0.0
     """Wall time of scoring the group."""
+    needs_rewards: bool = True
+    """False where nobody scores: an episode that ended well is usable as it is."""
 
     @property
     def scored_rewards(self) -> tuple[float, ...]:
         """The rewards that mean something."""
         return tuple(reward for reward in self.rewards if reward is not None)
+
+
+def unscored(made: GroupSummary) -> ScoreSummary:
+    """The summary of a group that nobody scores, as in a run of kind distill."""
+    count = made.num_usable
+    sampled, weight = made.num_sampled_tokens, float(count)
+    metrics = [
+        ("rollout/sampled_tokens", float(sampled), 1.0),
+        ("rollout/prompt_tokens", float(made.num_tokens - sampled), 1.0),
+        ("agent/episodes", weight, 1.0),
+        ("agent/ok_episodes", float(made.outcomes.get("ok", 0)), 1.0),
+        ("agent/truncated_episodes", float(made.outcomes.get("truncated", 0)), 1.0),
+    ]
+    if count:
+        metrics += [
+            ("agent/turns", made.num_turns / count, weight),
+            ("agent/episode_tokens", made.num_tokens / count, weight),
+            ("agent/sampled_tokens", sampled / count, weight),
+        ]
+    return ScoreSummary(
+        group_id=made.group_id,
+        rewards=(None,) * count,
+        num_unscored=0,
+        metrics=tuple(metrics),
+        needs_rewards=False,
+    )

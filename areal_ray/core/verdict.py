@@ -30,6 +30,9 @@ def judge(made: GroupSummary, scored: ScoreSummary, config: AdmissionConfig) -> 
     """
     if made.oldest_version < 0:
         return Verdict(is_failure=True, reason=_commonest(made, scored) or "nothing was sampled")
+    if not scored.needs_rewards:
+        is_failure = made.num_usable == 0
+        return Verdict(is_failure, reason=_commonest(made, scored) if is_failure else "")
     rewards = scored.scored_rewards
     if len(rewards) < config.scored_samples_needed:
         return Verdict(

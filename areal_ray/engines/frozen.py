@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from areal_ray.algorithms.packing import TrainSequence
+from areal_ray.algorithms.packing import MicroBatch, TrainSequence
 from areal_ray.engines.row_forward import RowForward, load_causal_model
 from areal_ray.engines.train_config import TorchTrainConfig
 
@@ -29,6 +29,16 @@ class FrozenModel:
     def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> Tensor:
         """[N] of the sequences' trained tokens, end to end."""
         return sequence_logprobs(self._forward, sequences, temperature)
+
+    @torch.no_grad()
+    def states(self, micro: MicroBatch) -> Tensor:
+        """[N, ...] from which `RowForward.logits_of` makes logits; rows of one sequence each."""
+        return self._forward.states(micro)
+
+    @torch.no_grad()
+    def logits_of(self, states: Tensor) -> Tensor:
+        """[N, V]"""
+        return self._forward.logits_of(states)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from areal_ray.core.config import Config
 from areal_ray.core.trajectory import Group, StopReason
+from areal_ray.engines.preference import PairEvaluation, PreferencePair
 from areal_ray.engines.sft import SftEvaluation, SftExample
 
 if TYPE_CHECKING:
@@ -143,6 +144,12 @@ class TrainEngine(Protocol):
 
     def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
         """Teacher-forced accuracy over all ranks' shares of held-out examples."""
+
+    def pair_step(self, pairs: Sequence[PreferencePair]) -> StepStats:
+        """One update towards telling pairs of answers apart, on this rank's share of the batch."""
+
+    def evaluate_pairs(self, pairs: Sequence[PreferencePair]) -> PairEvaluation:
+        """How well all ranks' shares of held-out pairs are told apart."""
 
     def weights(self) -> Mapping[str, "torch.Tensor"]:
         """The full parameters by Hugging Face name, tied ones once; valid until the next step."""

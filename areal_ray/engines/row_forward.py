@@ -28,14 +28,28 @@ def load_causal_model(path: Path | str, config: TorchTrainConfig) -> Any:
         EngineError: The folder holds no model, or not one of this kind.
     """
     from transformers import AutoModelForCausalLM
+
+    return load_model(AutoModelForCausalLM, path, config)
+
+
+def load_model(kind: Any, path: Path | str, config: TorchTrainConfig, **fields: Any) -> Any:
+    """The same for any of Transformers' Auto classes.
+
+    Args:
+        kind: The Auto class.
+        path: Folder or hub name.
+        config: Type, device and checkpointing.
+        fields: Of the model's configuration.
+
+    Raises:
+        EngineError: The folder holds no model, or not one of this kind.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a bar for each rank would tear the run's own display
     weights = torch.float64 if config.dtype == "float64" else torch.float32
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=weights, attn_implementation="sdpa"
-        )
+        model: Any = kind.from_pretrained(path, dtype=weights, attn_implementation="sdpa", **fields)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise EngineError(
             f"learner: cannot load the model at {path}: {error}; it must be a Hugging Face causal "
@@ -101,11 +115,8 @@ class RowForward:
         targets = torch.from_numpy(batch.targets).to(device)
         with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
             if not self._has_plain_head:
-                logits = self._model(**self._inputs(batch), use_cache=False).logits
-                at = torch.from_numpy(batch.sources).to(device)
-                logits = logits.flatten(0, 1)[at]
                 return logits_logprobs(
-                    logits, targets, temperature, entropy_gradient=entropy_gradient
+                    self.states(batch), targets, temperature, entropy_gradient=entropy_gradient
                 )
             bias = getattr(self._head, "bias", None)
             return token_logprobs(
@@ -116,6 +127,23 @@ class RowForward:
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
             )
+
+    def states(self, batch: MicroBatch) -> Tensor:
+        """[N, H] as `hidden`, or [N, V] logits where the head is not all there is to them."""
+        if self._has_plain_head:
+            return self.hidden(batch)
+        device = self._model.device
+        with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
+            logits: Tensor = self._model(**self._inputs(batch), use_cache=False).logits
+        return logits.flatten(0, 1)[torch.from_numpy(batch.sources).to(device)]
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """[N, V] of some rows of `states`."""
+        if not self._has_plain_head:
+            return states
+        with torch.autocast(states.device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
+            logits: Tensor = self._head(states)
+        return logits
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, H] final hidden state at the token that predicts each target."""

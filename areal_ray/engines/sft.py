@@ -4,7 +4,7 @@ The driver of `kind: sft` reads the phases; the train engine takes the examples.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +118,12 @@ class SftPhase(Config):
             return False
         return evaluation.match_of(self.until.span) >= self.until.exact_match
 
+    def described(self, seen: SftEvaluation) -> str:
+        """What a look at held-out examples found, in words."""
+        assert self.until is not None, "a phase without `until` is not looked at"
+        reached, wanted = seen.match_of(self.until.span), self.until.exact_match
+        return f"exact match {reached:.2f} held out, {wanted:g} wanted"
+
     def is_look_due(self, steps_taken: int) -> bool:
         """Whether held-out examples decide now if the phase goes on."""
         if self.until is None or steps_taken < self.steps:
@@ -125,11 +131,27 @@ class SftPhase(Config):
         return (steps_taken - self.steps) % self.until.every_steps == 0
 
 
+class OfflineDistillationConfig(Config):
+    """What a teacher says of given conversations, token by token (arXiv:1503.02531)."""
+
+    top_k: int | None = Field(64, ge=1)
+    """The teacher's likeliest tokens at each place, all others together; null = each one."""
+    direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(teacher || student), covers all that the teacher would say. reverse: the other
+    way round, seeks one way to say it."""
+    temperature: float = Field(1.0, gt=0.0)
+    """Divides both models' logits."""
+    answer_weight: float = Field(0.0, ge=0.0)
+    """Of the ordinary loss on the given tokens, added to the KL."""
+
+
 class SftConfig(Config):
-    """The phases of a `kind: sft` run, one after the other."""
+    """The phases of a run on given conversations, one after the other."""
 
     phases: tuple[SftPhase, ...] = Field(min_length=1)
     """At least one."""
+    distillation: OfflineDistillationConfig | None = None
+    """Of kind distill: how to learn from the teacher; null = as its defaults say."""
 
     @property
     def planned_steps(self) -> int:

@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 
 from areal_ray.algorithms.objective import ObjectiveConfig
-from areal_ray.algorithms.packing import MicroBatch
 from areal_ray.core.trajectory import Group
 from areal_ray.engines.critic import Critic
 from areal_ray.engines.frozen import FrozenModel
 from areal_ray.engines.judge import Judge
 from areal_ray.engines.model_export import ModelExtras
 from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
+from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
+from areal_ray.engines.preference import PairEvaluation, PairTask, PreferencePair
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
+from areal_ray.engines.reward_model import load_score_model
 from areal_ray.engines.rl_step import RlStep
 from areal_ray.engines.row_forward import RowForward, load_causal_model
-from areal_ray.engines.sft import SftEvaluation, SftExample
+from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
 from areal_ray.engines.sft_evaluation import evaluate_examples
+from areal_ray.engines.sft_loss import SftLoss
 from areal_ray.engines.train_config import Companions, LearnerConfig
 from areal_ray.engines.train_metrics import (
     Progress,
@@ -52,6 +55,8 @@ class TorchTrainEngine:
         total_steps: int = 1,
         ranks: RankGroup | None = None,
         companions: Companions | None = None,
+        pairs: PairTask | None = None,
+        distillation: OfflineDistillationConfig | None = None,
     ) -> None:
         """Load the model; rank 0's weights are taken by all. Collective.
 
@@ -63,13 +68,16 @@ class TorchTrainEngine:
             total_steps: Of the run, for schedules that end.
             ranks: The other ranks; None = alone.
             companions: Reference, teacher and critic, as far as the objective needs them.
+            pairs: What `pair_step` learns, and whether the model is a reward model.
+            distillation: How `sft_step` learns from the teacher; None = from the answers alone.
         """
         torch.set_num_threads(learner.engine.num_threads)
         self._extras = ModelExtras.read(model_path)
         self._learner = learner
         self._total_steps = total_steps
         self._ranks = ranks or RankGroup()
-        self._model = load_causal_model(model_path, learner.engine)
+        self._load = load_score_model if pairs and pairs.is_scored else load_causal_model
+        self._model = self._load(model_path, learner.engine)
         self._ranks.broadcast_(self._tensors())
         self._forward = RowForward(self._model, learner.engine)
         self._optimizer = GuardedOptimizer(self._model.parameters(), learner.optimizer)
@@ -77,12 +85,16 @@ class TorchTrainEngine:
         objective = objective or ObjectiveConfig()
         beside = companions or Companions()
         self._critic = self._load_critic(beside)
+        reference = self._load_frozen(beside.reference_path)
+        teacher = self._load_frozen(beside.teacher_path)
+        self._pairs = None if pairs is None else self._pair_step(pairs, reference)
+        self._sft = SftLoss(self._forward, teacher, distillation)
         judge = Judge(
             objective,
             self._forward,
             temperature=temperature or 1.0,
-            reference=self._load_frozen(beside.reference_path),
-            teacher=self._load_frozen(beside.teacher_path),
+            reference=reference,
+            teacher=teacher,
             critic=self._critic,
             ranks=self._ranks,
         )
@@ -128,7 +140,9 @@ class TorchTrainEngine:
         tally, progress = TokenTally(), Progress(rate=self._next_rate())
         if num_tokens:
             for micro in micro_batches:
-                self._sft_backward(micro, num_tokens, tally)
+                loss, parts = self._sft(micro, num_tokens)
+                loss.backward()  # type: ignore[no-untyped-call]
+                tally.add({**parts, "loss": loss})
             self._update(progress)
         else:
             progress.empty += 1
@@ -143,22 +157,24 @@ class TorchTrainEngine:
         }
         return StepStats(metrics, num_tokens, progress.taken)
 
-    def _sft_backward(self, micro: MicroBatch, num_tokens: int, tally: TokenTally) -> None:
-        scored = self._forward(micro, 1.0)
-        loss = -scored.logprobs.sum() / num_tokens
-        loss.backward()  # type: ignore[no-untyped-call]
-        tally.add(
-            {
-                "tokens": torch.tensor(len(micro.targets)),
-                "loss": loss,
-                "entropy": scored.entropy.sum(),
-                "correct": scored.is_argmax.sum(),
-            }
-        )
-
     def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
         """Teacher-forced accuracy on this rank's share of held-out examples, over all ranks."""
         return evaluate_examples(self._forward, examples, self._ranks)
+
+    def pair_step(self, pairs: Sequence[PreferencePair]) -> StepStats:
+        """One update towards telling pairs apart: the mean loss over the pairs of all ranks.
+
+        Args:
+            pairs: This rank's share of the batch; may be empty.
+        """
+        assert self._pairs is not None, "only runs of kind dpo and reward_model learn from pairs"
+        progress = Progress(rate=self._next_rate())
+        return self._pairs.run(pairs, progress, lambda: self._update(progress))
+
+    def evaluate_pairs(self, pairs: Sequence[PreferencePair]) -> PairEvaluation:
+        """How well this rank's share of held-out pairs is told apart, over all ranks."""
+        assert self._pairs is not None, "only runs of kind dpo and reward_model learn from pairs"
+        return self._pairs.evaluate(pairs)
 
     def weights(self) -> Mapping[str, Tensor]:
         """The full parameters by Hugging Face name, tied ones once; valid until the next step."""
@@ -193,7 +209,7 @@ class TorchTrainEngine:
         file = folder / _STATE_FILE
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-            restored = load_causal_model(folder, self._learner.engine)
+            restored = self._load(folder, self._learner.engine)
             self._model.load_state_dict(restored.state_dict())
             self._optimizer.load_state_dict(state["optimizer"])
         except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
@@ -212,6 +228,16 @@ class TorchTrainEngine:
 
     def _load_frozen(self, path: str) -> FrozenModel | None:
         return FrozenModel(path, self._learner.engine) if path else None
+
+    def _pair_step(self, pairs: PairTask, reference: FrozenModel | None) -> PairStep:
+        loss: PairLoss
+        if pairs.is_scored:
+            loss = ScoreLoss(self._forward, self._model.score)
+        else:
+            assert reference is not None, "the recipe gives kind dpo a reference"
+            loss = DpoLoss(self._forward, reference, pairs.config)
+        limit = self._learner.engine.max_tokens_per_mb
+        return PairStep(self._forward, loss, self._ranks, limit)
 
     def _load_critic(self, companions: Companions) -> Critic | None:
         if not companions.critic_path:

@@ -131,6 +131,8 @@ class _Collector:
             return None
         if self._objective.mask_truncated and trajectory.outcome is Outcome.TRUNCATED:
             return None
+        if not self._objective.needs_rewards:
+            return 0.0  # its teacher judges it token by token
         reward = trajectory.reward
         return None if reward is None or math.isnan(reward) else reward
 

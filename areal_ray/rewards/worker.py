@@ -43,6 +43,8 @@ def main(settings: str) -> None:
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     try:
         reward = resolve(asked["score"], asked["search"], where="reward.score")
+        if hasattr(reward, "prepare"):
+            reward.prepare(**asked["args"])
     except ArealRayError as error:
         _send(outgoing, {"error": str(error)})
         return

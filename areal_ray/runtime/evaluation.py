@@ -49,6 +49,20 @@ class EvaluationResult:
     pass_at_n: float | None
     """Share of tasks with at least one solved episode; null where each has only one."""
 
+    def metrics(self) -> dict[str, float | None]:
+        """The row of this evaluation."""
+        values = {
+            "eval/accuracy_fraction": self.accuracy,
+            "eval/reward_mean": self.reward_mean,
+            "eval/episodes": float(self.episodes),
+            "eval/failed_episodes": float(self.failed_episodes),
+            "eval/sampled_tokens": float(self.sampled_tokens),
+            "eval/wall_s": self.wall_s,
+        }
+        if self.pass_at_n is not None:
+            values["eval/pass_fraction"] = self.pass_at_n
+        return values
+
 
 class EvaluationService:
     """Scores committed versions one after the other."""

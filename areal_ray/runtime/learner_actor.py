@@ -22,11 +22,13 @@ from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.core.journal import JournalPlace, read_group_bytes
 from areal_ray.core.trajectory import Group, decode_group
+from areal_ray.engines.preference import PairEvaluation, PairTask
 from areal_ray.engines.protocols import StepStats
-from areal_ray.engines.sft import SftConfig, SftEvaluation
+from areal_ray.engines.sft import OfflineDistillationConfig, SftConfig, SftEvaluation
 from areal_ray.engines.train_config import Companions, LearnerConfig
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
+from areal_ray.runtime.pair_source import PairSource
 from areal_ray.runtime.sft_source import SftSource
 
 if TYPE_CHECKING:  # torch is imported where the actor runs, not in the driver that spawns it
@@ -55,6 +57,8 @@ class LearnerSetup:
     journal: str = ""
     """Folder of the run's journal."""
     sft: SftConfig | None = None
+    pairs: PairTask | None = None
+    distillation: OfflineDistillationConfig | None = None
     import_roots: tuple[str, ...] = ()
     seed: int = 0
 
@@ -79,6 +83,7 @@ class LearnerActor:
         self._meeting: Rendezvous | None = None
         self._engine: TorchTrainEngine | None = None
         self._sft: SftSource | None = None
+        self._pairs: PairSource | None = None
         self._sender: WeightSender | None = None
         # All work of the engine on one thread: collectives must keep their order, and the actor
         # answers health() meanwhile. Weights travel on another, beside the engine's work.
@@ -117,19 +122,22 @@ class LearnerActor:
             total_steps=setup.total_steps,
             ranks=ranks,
             companions=setup.companions,
+            pairs=setup.pairs,
+            distillation=setup.distillation,
         )
         if setup.resume_from:
             self._engine.load(Path(setup.resume_from))
         self._sender = WeightSender(self._engine.weights)
+        share: dict[str, Any] = {
+            "roots": setup.import_roots,
+            "seed": setup.seed,
+            "rank": self._rank,
+            "num_ranks": setup.num_ranks,
+        }
         if setup.sft is not None:
-            self._sft = SftSource(
-                setup.sft,
-                setup.model_path,
-                roots=setup.import_roots,
-                seed=setup.seed,
-                rank=self._rank,
-                num_ranks=setup.num_ranks,
-            )
+            self._sft = SftSource(setup.sft, setup.model_path, **share)
+        if setup.pairs is not None:
+            self._pairs = PairSource(setup.pairs.config, setup.model_path, **share)
         collect_rarely()
 
     # Training
@@ -175,6 +183,18 @@ class LearnerActor:
         assert self._sft is not None, "only a run of kind sft has phases"
         return self._ready().evaluate_sft(self._sft.held_out(phase))
 
+    async def pair_step(self, step: int) -> StepStats:
+        """One step on this rank's slice of the pairs that `step` (from 0) takes."""
+        return await self._on(
+            self._work, lambda: self._ready().pair_step(self._compares().batch(step))
+        )
+
+    async def pair_evaluate(self) -> PairEvaluation:
+        """How well held-out pairs are told apart."""
+        return await self._on(
+            self._work, lambda: self._ready().evaluate_pairs(self._compares().held_out())
+        )
+
     # Checkpoints
 
     async def save(self, folder: str) -> None:
@@ -218,6 +238,10 @@ class LearnerActor:
     def _ready(self) -> "TorchTrainEngine":
         assert self._engine is not None, "start() comes first"
         return self._engine
+
+    def _compares(self) -> PairSource:
+        assert self._pairs is not None, "only runs of kind dpo and reward_model have pairs"
+        return self._pairs
 
     def _sends(self) -> "WeightSender":
         assert self._sender is not None, "start() comes first"

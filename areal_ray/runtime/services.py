@@ -15,6 +15,7 @@ from areal_ray.core.ledger import Lease
 from areal_ray.core.queue import Ticket
 from areal_ray.core.seeds import derive_seed
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
+from areal_ray.engines.preference import PairEvaluation
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation
 from areal_ray.errors import ActorLost
@@ -157,6 +158,14 @@ class LearnerService:
     async def sft_evaluate(self, phase: int) -> SftEvaluation:
         """Teacher-forced scores on the held-out examples of a phase."""
         return (await self._all("sft_evaluate", phase))[0]
+
+    async def pair_step(self, step: int) -> StepStats:
+        """One step on pairs; each rank draws its own slice of the batch."""
+        return (await self._all("pair_step", step))[0]
+
+    async def pair_evaluate(self) -> PairEvaluation:
+        """How well held-out pairs are told apart."""
+        return (await self._all("pair_evaluate"))[0]
 
     async def save(self, folder: str) -> None:
         """Model, optimizer and random state into an existing folder."""

@@ -44,7 +44,7 @@ class SftSource:
         """This rank's slice of the batch that `step` (from 0) of `phase` takes."""
         config = self._phases[phase]
         examples = self._examples(f"sft.phases.{phase}", config.source, config.args)
-        picked = _picked(len(examples), step, config.batch_size, f"{self._seed}/{phase}")
+        picked = picked_rows(len(examples), step, config.batch_size, f"{self._seed}/{phase}")
         return [examples[i] for i in picked[self._rank :: self._num_ranks]]
 
     def held_out(self, phase: int) -> list[SftExample]:
@@ -89,15 +89,21 @@ def tokenize(template: ChatTemplate, conversation: Conversation, where: str) -> 
                 "tokens cannot be marked. Use one example for each assistant turn"
             )
         _extend(ids, mask, template.encode(prompt[len(text) :]), learned=False)
-        closed = template.encode(said[len(prompt) :])
-        end = max((i for i, token in enumerate(closed) if token in template.end_ids), default=None)
-        cut = len(closed) if end is None else end + 1
-        _extend(ids, mask, closed[:cut], learned=True)
-        _extend(ids, mask, closed[cut:], learned=False)  # what the template puts after the end
+        learned, rest = said_ids(template, said[len(prompt) :])
+        _extend(ids, mask, learned, learned=True)
+        _extend(ids, mask, rest, learned=False)
         text = said
     if not any(mask):
         raise DataError(f"{where}: has no assistant message; there is nothing to learn from it")
     return SftExample(np.array(ids, np.int32), np.array(mask, bool))
+
+
+def said_ids(template: ChatTemplate, text: str) -> tuple[list[int], list[int]]:
+    """Ids of an assistant turn with its end, and of what the template puts after that."""
+    closed = template.encode(text)
+    end = max((i for i, token in enumerate(closed) if token in template.end_ids), default=None)
+    cut = len(closed) if end is None else end + 1
+    return closed[:cut], closed[cut:]
 
 
 def _extend(ids: list[int], mask: list[bool], tokens: Sequence[int], *, learned: bool) -> None:
@@ -105,7 +111,7 @@ def _extend(ids: list[int], mask: list[bool], tokens: Sequence[int], *, learned:
     mask.extend([learned] * len(tokens))
 
 
-def _picked(count: int, step: int, batch_size: int, seed: str) -> list[int]:
+def picked_rows(count: int, step: int, batch_size: int, seed: str) -> list[int]:
     """Indices of one batch out of an endless sequence of shuffled epochs."""
     picked: list[int] = []
     while len(picked) < batch_size:

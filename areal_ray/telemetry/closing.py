@@ -53,7 +53,7 @@ def curve_lines(
     kind: str = "rl",
 ) -> list[str]:
     """The curves of a run as text; nothing for a curve of fewer than two points."""
-    is_scored = kind not in ("sft",)
+    is_scored = kind not in ("sft", "dpo", "reward_model", "distill")
     panels = []
     for title, points, y_range in (
         ("reward, by step" if is_scored else "loss, by step", rewards, None),

@@ -26,6 +26,7 @@ class Reduction(StrEnum):
 UNITS = frozenset((
     "s", "bytes", "tokens", "groups", "episodes", "requests", "turns", "versions", "nats",
     "fraction", "tokens_per_s", "bytes_per_s", "updates", "steps", "replicas", "restarts",
+    "pairs",
     "publishes",
 ))  # fmt: skip
 """A name ends with its unit; a name without one is a pure number."""

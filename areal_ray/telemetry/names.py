@@ -11,17 +11,23 @@ reward/group_std | | mean | Standard deviation of the reward within a group, mea
 reward/min | | min | Smallest reward as scored.
 reward/max | | max | Largest reward as scored.
 reward/shaped_mean | | mean | Reward after shaping (length or KL penalties), if any.
+reward/chosen_mean | | mean | DPO, reward model: reward of the better answers of the pairs.
+reward/rejected_mean | | mean | The same of the worse answers.
+reward/margin_mean | | mean | The difference of the two.
 reward/equal_groups | groups | sum | Groups whose siblings all have one reward: they teach nothing.
 reward/scored_episodes | episodes | sum | Episodes with a reward.
 reward/unscored_episodes | episodes | sum | Episodes whose reward raised, timed out or abstained.
 
-eval/accuracy_fraction | fraction | last | Held-out episodes with a reward of 1 or more, of all.
+eval/accuracy_fraction | fraction | last | Held-out episodes with a reward of 1 or more, or pairs.
 eval/pass_fraction | fraction | last | pass@n: held-out tasks with at least one such episode.
 eval/reward_mean | | last | Mean reward of the held-out episodes that were scored.
 eval/episodes | episodes | last | Held-out episodes finished.
 eval/failed_episodes | episodes | last | Held-out episodes without a reward; counted as not solved.
 eval/sampled_tokens | tokens | last | Tokens sampled by the evaluation.
-eval/wall_s | s | last | From the first held-out episode to the last.
+eval/pairs | pairs | last | DPO, reward model: held-out pairs looked at.
+eval/loss | | last | The loss on held-out pairs.
+eval/margin_mean | | last | Reward of the better held-out answer less that of the worse.
+eval/wall_s | s | last | From the first held-out episode or pair to the last.
 
 staleness/mean_versions | versions | mean | Learner version - oldest behaviour version of a group.
 staleness/max_versions | versions | max | Largest staleness of a group trained in the step.
@@ -62,6 +68,7 @@ learner/proximal_s | s | mean | Seconds of the train step spent on proximal log-
 learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over learner/step_s.
 learner/memory_bytes | bytes | max | Peak memory of a learner rank.
 learner/token_accuracy_fraction | fraction | mean | SFT: targets that are the model's first choice.
+learner/pair_accuracy_fraction | fraction | mean | Trained pairs whose better answer scored higher.
 learner/kl_reference_nats | nats | mean | Estimated KL between policy and reference model.
 learner/kl_teacher_nats | nats | mean | Estimated KL between policy and teacher.
 learner/value_loss | | mean | The critic's loss, mean over its updates.

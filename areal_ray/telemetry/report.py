@@ -38,6 +38,7 @@ Rows = Sequence[Mapping[str, Any]]
 _DOT = "  \u00b7  "
 _YAML_KEY = re.compile(r"(\s*(?:- )?)([\w.]+)(?=:)")
 
+_TRAINED_ON = {"sft": "examples", "dpo": "answers", "reward_model": "answers"}
 _ROLE_TIMES = (
     ("learner", (("c5", "wait", "time/learner_wait_s"), ("c1", "train", "time/learner_train_s"),
                  ("c2", "publish", "time/learner_publish_s"),
@@ -165,7 +166,7 @@ def _tiles(summary: Mapping[str, Any], steps: Rows, wall_s: float) -> str:
         tiles.append((count_text(tokens["trained"]), f"tokens trained{sampled}"))
     sequences = _total(steps, "learner/sequences")
     if sequences and wall_s:
-        what = "examples" if summary.get("kind") == "sft" else "trajectories"
+        what = _TRAINED_ON.get(summary.get("kind", ""), "trajectories")
         label = f"{what} trained per second of the run"
         tiles.append((number(sequences / wall_s), label))
     publish = summary.get("publish") or {}

@@ -72,12 +72,14 @@ class EvalView:
     accuracy: float
     episodes: int
     wall_s: float = 0.0
+    unit: str = "tasks"
+    """Of what `episodes` counts."""
 
     def line(self) -> str:
         """One plain line."""
         return (
             f"held-out accuracy {self.accuracy:.3f} at v{self.version}  "
-            f"({self.episodes} tasks, {self.wall_s:.1f} s)"
+            f"({self.episodes} {self.unit}, {self.wall_s:.1f} s)"
         )
 
 

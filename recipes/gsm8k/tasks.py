@@ -4,13 +4,16 @@ A row's gold is what follows `####` in its answer.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from areal_ray.agents import Task
+from areal_ray.agents.hub import read_hub
 from areal_ray.agents.jsonl import read_jsonl
 from areal_ray.errors import DataError
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
+_CALCULATION = re.compile(r"<<[^<>]*>>")
 _GOLD = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -31,11 +34,25 @@ def load(
     Raises:
         DataError: A file, line or row that cannot be used; it is named.
     """
-    rows = read_jsonl(path) if path is not None else _from_hub(hub, split)
+    rows = read_jsonl(path) if path is not None else read_hub(hub, split, "main")
     where = path if path is not None else f"{hub} ({split})"
     return [
         _task(row, f"{where} row {i}", f"{split}-{i}", instruction) for i, row in enumerate(rows)
     ]
+
+
+def worked(
+    path: str | None = None,
+    hub: str = "openai/gsm8k",
+    split: str = "train",
+    instruction: str = INSTRUCTION,
+) -> Iterator[list[dict[str, Any]]]:
+    """The same rows as conversations with their worked answers, the number in a box at the end."""
+    rows = read_jsonl(path) if path is not None else read_hub(hub, split, "main")
+    for task, row in zip(load(path, hub, split, instruction), rows, strict=True):
+        steps = _GOLD.sub("", _CALCULATION.sub("", row["answer"])).strip()
+        reply = f"{steps}\nThe answer is \\boxed{{{task.answer}}}."
+        yield [*task.messages, {"role": "assistant", "content": reply}]
 
 
 def _task(row: dict[str, Any], where: str, task_id: str, instruction: str) -> Task:
@@ -48,29 +65,3 @@ def _task(row: dict[str, Any], where: str, task_id: str, instruction: str) -> Ta
     system = [{"role": "system", "content": instruction}] if instruction else []
     messages = (*system, {"role": "user", "content": question})
     return Task(id=task_id, messages=messages, answer=gold[1])
-
-
-def _from_hub(hub: str, split: str) -> list[dict[str, Any]]:
-    try:
-        from datasets import load_dataset
-        from huggingface_hub import dataset_info
-    except ImportError as error:
-        raise DataError(
-            f"tasks.args: loading '{hub}' needs the package 'datasets', which is not installed. "
-            "pip install datasets, or give path: a JSONL file"
-        ) from error
-    if not _is_cached(hub):
-        try:  # told in seconds: `datasets` itself tries for a minute
-            dataset_info(hub, timeout=3.0)
-        except Exception as error:  # whatever the hub client and its transports raise
-            raise DataError(
-                f"tasks.args: the hub does not answer for '{hub}' ({type(error).__name__}). "
-                "Give path: a JSONL file, or go online once to fill the cache"
-            ) from error
-    return [dict(row) for row in load_dataset(hub, "main", split=split)]
-
-
-def _is_cached(hub: str) -> bool:
-    from datasets.config import HF_DATASETS_CACHE
-
-    return (HF_DATASETS_CACHE / hub.replace("/", "___")).is_dir()

@@ -1,0 +1,73 @@
+"""A random model of 0.1 M parameters that is otherwise an ordinary checkpoint.
+
+What `areal-ray train RECIPE --smoke` puts in place of a recipe's models: Qwen3 architecture,
+byte-level tokenizer, ChatML. It is written in well under a second and loads like any other.
+"""
+
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CONTEXT_TOKENS = 4096
+_SPREAD = 0.08
+"""Of the random weights: wide enough for next-token distributions that are not all alike."""
+
+
+def create(folder: Path, seed: int) -> None:
+    """Write the checkpoint of `seed` into `folder`: a `model.create` function."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = _tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=24,
+        intermediate_size=96,
+        max_position_embeddings=_CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        initializer_range=_SPREAD,
+        bos_token_id=None,
+        **ends,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).to(torch.float32)
+    model.generation_config = GenerationConfig(**ends)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)  # last: a folder with config.json counts as whole
+
+
+def _tokenizer() -> Any:
+    """One token for each byte, and the special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.add_special_tokens(list(SPECIAL_TOKENS))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=_CHATML,
+        clean_up_tokenization_spaces=False,
+        model_max_length=_CONTEXT_TOKENS,
+    )

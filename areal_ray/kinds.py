@@ -1,0 +1,113 @@
+"""What each kind of run is made of: its loop, its actors, the sections it needs and refuses."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+RunKind = Literal["rl", "sft", "dpo", "reward_model", "distill", "eval"]
+Loop = Literal["train", "fit", "prefer", "evaluate"]
+"""Of `driver`: train = with rollouts, fit = on given conversations, prefer = on pairs."""
+
+_ROLLED_OUT = ("tasks", "reward", "admission", "evaluation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a kind of run consists of."""
+
+    loop: Loop
+    needs: tuple[str, ...]
+    refuses: tuple[str, ...] = ()
+    trains: bool = True
+    """It has learner actors."""
+    samples: bool = False
+    """It has rollout and agent actors, and reward actors where there is a reward."""
+
+
+_KINDS: dict[str, Parts] = {
+    "rl": Parts(
+        loop="train",
+        samples=True,
+        needs=("tasks", "reward", "admission"),
+        refuses=("sft", "preference"),
+    ),
+    "sft": Parts(
+        loop="fit",
+        needs=("sft",),
+        refuses=(*_ROLLED_OUT, "critic", "reference", "teacher", "preference"),
+    ),
+    "dpo": Parts(
+        loop="prefer",
+        needs=("preference", "reference"),
+        refuses=(*_ROLLED_OUT, "critic", "teacher", "sft"),
+    ),
+    "reward_model": Parts(
+        loop="prefer",
+        needs=("preference",),
+        refuses=(*_ROLLED_OUT, "critic", "reference", "teacher", "sft"),
+    ),
+    "distill": Parts(
+        loop="train",
+        samples=True,
+        needs=("tasks", "teacher", "admission"),
+        refuses=("critic", "preference"),
+    ),
+    "eval": Parts(
+        loop="evaluate",
+        samples=True,
+        trains=False,
+        needs=("evaluation", "reward"),
+        refuses=("sft", "admission", "preference"),
+    ),
+}
+_OFFLINE = Parts(
+    loop="fit",
+    needs=("sft", "teacher"),
+    refuses=(*_ROLLED_OUT, "critic", "reference", "preference"),
+)
+"""Kind distill with the section sft: on given conversations in place of the student's own."""
+
+
+def parts_of(kind: RunKind, *, has_sft: bool) -> Parts:
+    """What a recipe of this kind is made of."""
+    return _OFFLINE if kind == "distill" and has_sft else _KINDS[kind]
+
+
+def section_problems(recipe: Any) -> Iterator[str]:
+    """Sections that a recipe lacks, has in vain, or that do not go together."""
+    kind, parts = recipe.kind, parts_of(recipe.kind, has_sft=recipe.sft is not None)
+    for name in parts.needs:
+        if getattr(recipe, name) is None:
+            yield f"{name}: is missing; kind: {kind} needs it. Add the section."
+    for name in parts.refuses:
+        if getattr(recipe, name) is not None:
+            yield f"{name}: is given; kind: {kind} has no use for it. Remove the section."
+    if kind == "distill" and parts is not _OFFLINE:
+        yield from _distill_problems(recipe)
+    if kind == "sft" and recipe.sft is not None and recipe.sft.distillation is not None:
+        yield (
+            "sft.distillation: is given with kind: sft, which has no teacher. Use kind: distill "
+            "and the section teacher, or remove it."
+        )
+    if kind == "reward_model" and recipe.preference is not None:
+        yield from recipe.preference.reward_model_problems()
+
+
+def _distill_problems(recipe: Any) -> Iterator[str]:
+    distillation, admission = recipe.objective.distillation, recipe.admission
+    if distillation is not None and distillation.rl_weight:
+        yield (
+            f"objective.distillation.rl_weight: is {distillation.rl_weight:g} with kind: distill, "
+            "whose episodes have no reward; must be 0. Use kind: rl with the section reward."
+        )
+    if admission is not None and admission.drop_equal_rewards:
+        yield (
+            "admission.drop_equal_rewards: is true with kind: distill, whose episodes have no "
+            "reward; must be false. Remove it."
+        )
+    for name, other in (("reward", "evaluation"), ("evaluation", "reward")):
+        if getattr(recipe, name) is not None and getattr(recipe, other) is None:
+            yield (
+                f"{name}: is given without {other}; in kind: distill rewards score held-out tasks "
+                "alone. Give both or neither."
+            )
