@@ -108,7 +108,7 @@ def demo(
     overrides: Overrides = None,
     recipe: Annotated[Path, typer.Option(help="Recipe to show.")] = DEMO_RECIPE,
 ) -> None:
-    """Warm up a small model and let it learn to use a calculator, in about three minutes."""
+    """Warm up a small model and let it learn to use a calculator, in a minute or two."""
     from areal_ray.recipe import load_recipe
 
     clone = Path(__file__).resolve().parents[1]
