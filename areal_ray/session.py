@@ -16,9 +16,10 @@ from typing import Any
 
 from areal_ray.actors import ActorGraph, StartPoint
 from areal_ray.assembly import ledger_of, start_eval, start_rl, start_sft
+from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, train
-from areal_ray.errors import ActorLost, ArealRayError
+from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
@@ -30,7 +31,8 @@ from areal_ray.runtime.param_sync_actor import Committed
 from areal_ray.telemetry.log import redact, set_up_logging
 from areal_ray.telemetry.progress import Progress, open_progress
 from areal_ray.telemetry.report import write_report
-from areal_ray.telemetry.sinks import MetricLog, Sink, open_metric_log
+from areal_ray.telemetry.rows import keep_rows_through
+from areal_ray.telemetry.sinks import METRICS_FILE, MetricLog, Sink, open_metric_log
 from areal_ray.telemetry.summary import (
     RunEnd,
     RunOutcome,
@@ -38,12 +40,15 @@ from areal_ray.telemetry.summary import (
     summarize,
     write_summary,
 )
+from areal_ray.telemetry.tally import RunTally
 from areal_ray.telemetry.views import Header
 from areal_ray.telemetry.waits import WaitBoard
 
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 20.0
+_LOST = (ActorLost, PublishError, PlacementError)
+"""How a run fails whose actors, or whose Ray, went away."""
 
 
 class _StoppedBefore(Exception):
@@ -88,6 +93,7 @@ class Session:
         self._waits = WaitBoard()
         self._records: Records | None = None
         self._state: LearnerRun | None = None
+        self._begin_point: StartPoint | None = None
         self._maker: Session | None = None
 
     def stop(self) -> None:
@@ -105,6 +111,8 @@ class Session:
         self._log_here()
         outcome: RunOutcome = "failed"
         try:
+            if self._resume:
+                self._begin_point = begin_at(recipe, resume=True, tell=self._progress.on_event)
             if self._connection is None:
                 self._progress.on_event("starting Ray ...")
                 self._connection = connect(recipe.cluster, recipe.scheduler, recipe.deadlines)
@@ -115,7 +123,11 @@ class Session:
             outcome = "stopped"
         except BaseException as error:
             self.error = root_cause(error)
-            if not isinstance(self.error, ArealRayError):
+            if self._stop_asked and isinstance(self.error, _LOST):
+                # What asked us to stop may have ended the actors by itself.
+                self._progress.on_event(f"stopped without a last checkpoint: {self.error}")
+                outcome, self.error = "stopped", None
+            elif not isinstance(self.error, ArealRayError):
                 _log.error("%s", "".join(traceback.format_exception(self.error)))
         finally:
             if is_mine and self._connection is not None:
@@ -149,7 +161,7 @@ class Session:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         if self._stop_asked:
             return
-        begin = begin_at(recipe, resume=self._resume, tell=self._progress.on_event)
+        begin = self._begin_point or begin_at(recipe, resume=False, tell=self._progress.on_event)
         self._progress.on_event("starting actors ...")
         graph = ActorGraph(recipe, connection, begin)
         try:
@@ -179,6 +191,8 @@ class Session:
         run.stopping, self._state = self._stopping_event(), run
         self._begin(run.steps, begin)
         records.begin()
+        if begin.checkpoint:
+            journal.append(resumption(begin.step, begin.version))
         try:
             await train(run)
             await self._save_model(run)
@@ -206,6 +220,8 @@ class Session:
 
     def _open_records(self, begin: StartPoint, ledger: Ledger | None) -> Records:
         recipe = self.recipe
+        tally = RunTally(ledger)
+        tally.load_state_dict(begin.state)
         sinks: list[Sink] = []
         if recipe.telemetry.ray_metrics:
             from areal_ray.runtime.ray_metrics import RayMetricsSink
@@ -222,7 +238,7 @@ class Session:
             progress=self._progress,
             waits=self._waits,
             admission=recipe.admission,
-            ledger=ledger,
+            tally=tally,
             write_status=self._folder.write_status,
         )
         return self._records
@@ -248,20 +264,24 @@ class Session:
     def _conclude(self, outcome: RunOutcome) -> Summary:
         """Summary and report, for a run that never began too."""
         recipe, records, state = self.recipe, self._records, self._state
+        begin = self._begin_point or StartPoint("")
         if records is not None:
             records.close()
+        elif begin.checkpoint:  # as the records would have done, so that all numbers agree
+            keep_rows_through(recipe.folder / METRICS_FILE, begin.step)
+        tally = records.tally if records is not None else RunTally.of_state(begin.state)
         bound = recipe.admission.max_head_offpolicyness if recipe.admission else None
         end = RunEnd(
             name=recipe.run_name,
             kind=recipe.kind,
             outcome=outcome,
             planned_steps=state.steps if state else recipe.steps,
-            version=state.version if state else 0,
+            version=state.version if state else begin.version,
             wall_s=round(time.monotonic() - self._began, 3),
             seed=recipe.seed,
             failure=failure_text(self.error),
             staleness_bound=bound if isinstance(bound, int) else None,
-            **(records.end_facts() if records else {}),
+            **tally.end_facts(),
         )
         summary = summarize(recipe.folder, end)
         write_summary(recipe.folder, summary)

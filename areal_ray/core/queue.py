@@ -34,6 +34,12 @@ class Ticket(Generic[RefT]):
     arrived_s: float = field(default_factory=time.monotonic)
     """Monotonic clock."""
 
+    def oldest_trained(self, oldest_allowed: int) -> int | None:
+        """Oldest behaviour version, those below `oldest_allowed` masked; None if all are."""
+        if self.newest_version < oldest_allowed:
+            return None
+        return max(self.oldest_version, oldest_allowed)
+
 
 @dataclass(frozen=True, slots=True)
 class Take(Generic[RefT]):
