@@ -65,7 +65,9 @@ class ScoreSummary:
     """Where the scored payload lies in the run's journal, if it was written there."""
     payload_bytes: int = 0
     seconds: float = 0.0
-    """Wall time of scoring the group."""
+    """Wall time of scoring the group: its share of that of the call it came in."""
+    slowest_s: float = 0.0
+    """Longest scoring of one episode."""
 
     @property
     def scored_rewards(self) -> tuple[float, ...]:

@@ -112,6 +112,16 @@ class Trajectory:
                 "the engine must stamp each token it samples"
             )
 
+    def with_verdict(self, **facts: Any) -> "Trajectory":
+        """The same tokens with other facts about their end.
+
+        Many times faster than `dataclasses.replace`, since the arrays are not checked anew.
+        """
+        changed = object.__new__(Trajectory)
+        for name in self.__slots__:
+            object.__setattr__(changed, name, facts.get(name, getattr(self, name)))
+        return changed
+
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens the policy sampled: what a loss may count."""
