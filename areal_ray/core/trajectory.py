@@ -130,8 +130,8 @@ class Trajectory:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens before the first sampled one (all, if none was sampled)."""
-        sampled = np.flatnonzero(self.loss_mask)
-        return int(sampled[0]) if len(sampled) else len(self.token_ids)
+        first = int(self.loss_mask.argmax()) if len(self.loss_mask) else 0
+        return first if first or self.loss_mask[:1].any() else len(self.token_ids)
 
     @property
     def oldest_version(self) -> int:

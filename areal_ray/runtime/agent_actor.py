@@ -10,7 +10,7 @@ run_group waits for: the agents and the rollout fleet; bounded by agent.timeout_
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -222,9 +222,9 @@ class AgentActor:
         return _Attempt(end, tuple(trajectories), recorder.num_turns, recorder.splits)
 
     def _sampler(self, group_id: str, episode_id: str, seed: int) -> Callable[..., Any]:
-        async def sample(
+        def sample(
             prompt_ids: NDArray[np.int32], max_new_tokens: int, turn_id: int
-        ) -> GenerationResult:
+        ) -> Awaitable[GenerationResult]:
             request = GenerationRequest(
                 request_id=f"{episode_id}#{turn_id}",
                 prompt_ids=prompt_ids,
@@ -232,7 +232,7 @@ class AgentActor:
                 seed=derive_seed(seed, turn_id),
                 prefix_key=group_id,
             )
-            return await self._rollouts.generate(request)
+            return self._rollouts.generate(request)
 
         return sample
 
@@ -265,9 +265,8 @@ def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:
             end, outcome=Outcome.AGENT_ERROR, reason="the agent ended without a model call"
         )
     if recorder.last_stop_reason is StopReason.LENGTH:
-        return replace(
-            end, outcome=Outcome.TRUNCATED, reason="the last turn reached its token limit"
-        )
+        reason = "the last turn reached its token limit"
+        return EpisodeEnd(Outcome.TRUNCATED, reason, end.reward, end.seconds)
     return end
 
 
@@ -284,8 +283,10 @@ def _summary(
             seconds[place] = seconds.get(place, 0.0) + spent_s
         if attempt.splits:
             splits.update(attempt.splits)
-    sampled = [np.zeros(0, np.int32), *(t.versions[t.loss_mask] for t in usable)]
-    versions = np.concatenate(sampled)
+    versions = np.zeros(0, np.int32)
+    if usable:
+        mask = np.concatenate([t.loss_mask for t in usable])
+        versions = np.concatenate([t.versions for t in usable])[mask]
     return GroupSummary(
         group_id=group_id,
         task_id=task_id,
