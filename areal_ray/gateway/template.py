@@ -55,6 +55,7 @@ class ChatTemplate:
         self._specials = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
         self._encode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._encode)
         self._compiled = _compile(tokenizer, source)
+        self._backend = _plain_backend(tokenizer)
         self._names = dict(tokenizer.special_tokens_map)
         self._decode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._decode)
         self._rendered: OrderedDict[Any, str] = OrderedDict()
@@ -132,7 +133,11 @@ class ChatTemplate:
         return self._encode_kept(text) if len(text) <= _KEPT_CHARACTERS else self._encode(text)
 
     def _encode(self, text: str) -> NDArray[np.int32]:
-        ids = np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        if self._backend is not None:
+            listed = self._backend.encode(text, add_special_tokens=False).ids
+        else:
+            listed = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(listed, np.int32)
         ids.flags.writeable = False
         return ids
 
@@ -240,6 +245,29 @@ def _compile(tokenizer: Any, source: Any) -> Any:
     compiled = compile_template(source).environment.from_string(source)
     compiled.globals = dict(compiled.globals)
     return compiled
+
+
+def _plain_backend(tokenizer: Any) -> Any:
+    """What encodes for a tokenizer that adds nothing to it; None for one of another kind.
+
+    Transformers spend several times as long on what a text of a few tokens does not need.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and not tokenizer.split_special_tokens
+    )
+    if not is_plain:
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    return backend
 
 
 def _load_tokenizer(folder: str) -> Any:
