@@ -291,11 +291,8 @@ def _summary(
         group_id=group_id,
         task_id=task_id,
         num_usable=sum(a.end.outcome.is_scored for a in attempts),
-        oldest_version=int(versions.min()) if len(versions) else -1,
-        newest_version=int(versions.max()) if len(versions) else -1,
+        versions=tuple(np.unique(versions).tolist()),
         num_tokens=sum(len(t.token_ids) for t in usable),
-        longest_tokens=max((len(t.token_ids) for t in usable), default=0),
-        shared_prefix_tokens=_shared_prefix(usable),
         num_sampled_tokens=len(versions),
         num_turns=sum(a.num_turns for a in attempts),
         payload_bytes=0,
@@ -304,13 +301,3 @@ def _summary(
         splits=dict(splits),
         seconds=seconds,
     )
-
-
-def _shared_prefix(usable: Sequence[Trajectory]) -> int:
-    """Leading prompt tokens that are the same in all trajectories."""
-    if not usable:
-        return 0
-    length = min(t.num_prompt_tokens for t in usable)
-    prompts = np.stack([t.token_ids[:length] for t in usable])
-    differs = np.flatnonzero((prompts != prompts[0]).any(axis=0))
-    return int(differs[0]) if len(differs) else length

@@ -164,8 +164,8 @@ def test_a_segment_goes_too_if_its_groups_ended_while_it_was_the_newest(tmp_path
 
 def made(oldest=3, **more):
     facts = {
-        "group_id": "g", "task_id": "t", "num_usable": 2, "oldest_version": oldest,
-        "newest_version": oldest, "num_tokens": 9, "longest_tokens": 5, "shared_prefix_tokens": 2,
+        "group_id": "g", "task_id": "t", "num_usable": 2,
+        "versions": () if oldest < 0 else (oldest,), "num_tokens": 9,
         "num_sampled_tokens": 4, "num_turns": 2, "payload_bytes": 1,
     }  # fmt: skip
     return GroupSummary(**{**facts, **more})

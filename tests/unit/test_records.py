@@ -35,8 +35,8 @@ def records_of(folder: Path, ledger: Ledger, **admission: Any) -> Records:
     )
 
 
-def ticket(oldest: int, newest: int) -> Ticket[str]:
-    return Ticket("0/t/0", "t", "ref", oldest_version=oldest, newest_version=newest, num_tokens=9)
+def ticket(*versions: int) -> Ticket[str]:
+    return Ticket("0/t/0", "t", "ref", versions=versions, num_tokens=9)
 
 
 def published(version: int) -> PublishReport:
@@ -60,11 +60,14 @@ def admit(ledger: Ledger, task: str) -> str:
 def test_staleness_is_that_of_what_was_trained_where_old_tokens_are_masked(tmp_path):
     records = records_of(tmp_path, Ledger(), max_head_offpolicyness=2, at_consumption="mask")
     records.begin()
-    tickets = [ticket(0, 4), ticket(0, 1), ticket(4, 5)]  # at 5, versions from 3 on train
+    tickets = [ticket(0, 3, 4), ticket(0, 4), ticket(0, 1), ticket(4, 5)]  # 3 and later train
     records.trained(6, 5, tickets, StepStats(), published(6), GAUGES)
     row = row_of(tmp_path)
-    assert dict(records.tally.staleness) == {2: 1, 1: 1}
-    assert (row["staleness/mean_versions"], row["staleness/max_versions"]) == (1.5, 2)
+    assert dict(records.tally.staleness) == {2: 1, 1: 2}
+    assert (row["staleness/mean_versions"], row["staleness/max_versions"]) == (
+        pytest.approx(4 / 3),
+        2,
+    )
 
 
 def test_a_run_goes_on_from_the_counts_of_its_checkpoint(tmp_path):
@@ -72,7 +75,7 @@ def test_a_run_goes_on_from_the_counts_of_its_checkpoint(tmp_path):
     records = records_of(tmp_path, ledger)
     ended = [admit(ledger, task) for task in ("a", "b", "c")]
     ledger.train(ended[:2], 1)
-    records.trained(1, 1, [ticket(0, 0), ticket(1, 1)], StepStats(), published(2), GAUGES)
+    records.trained(1, 1, [ticket(0), ticket(1)], StepStats(), published(2), GAUGES)
     facts = RunTally.of_state(json.loads(json.dumps(records.tally.state_dict()))).end_facts()
     assert facts["staleness_histogram"] == {1: 1, 0: 1}
     told = facts["ledger"]
@@ -90,7 +93,7 @@ def test_a_row_tells_pacing_publish_and_restarts(tmp_path):
     ledger.train(ended[:3], 1)
     ledger.drop(ended[3], TOO_STALE)
     records.returned({"rollout-1": "rollout-1 is back", "reward-0": "reward-0 is back"})
-    records.trained(1, 0, [ticket(0, 0)], StepStats(), published(1), GAUGES)
+    records.trained(1, 0, [ticket(0)], StepStats(), published(1), GAUGES)
     row = row_of(tmp_path)
     assert {name: row[name] for name in GAUGES} == GAUGES
     assert row["admission/admitted_groups"] == 4
@@ -99,6 +102,6 @@ def test_a_row_tells_pacing_publish_and_restarts(tmp_path):
     assert row["publish/bytes_per_s"] == pytest.approx(200.0)
     assert row["rollout/restarts"] == 1
     assert records.tally.replaced == ["rollout-1 is back", "reward-0 is back"]
-    records.trained(2, 1, [ticket(1, 1)], StepStats(), published(2), GAUGES)
+    records.trained(2, 1, [ticket(1)], StepStats(), published(2), GAUGES)
     assert row_of(tmp_path)["admission/admitted_groups"] == 0
     assert row_of(tmp_path)["rollout/restarts"] == 0
