@@ -71,10 +71,7 @@ class RunFolder:
                 "Choose another folder."
             ) from error
         if lock is None:
-            raise RecipeError(
-                f"name: the run in {path} is going on in another process; a folder holds one run. "
-                "Stop it, or choose another name."
-            )
+            raise RecipeError(_going_on(path))
         try:
             problem = None if resume else conflict(path, overwrite=overwrite)
             if problem is not None:
@@ -101,7 +98,7 @@ class RunFolder:
 
 
 def conflict(path: Path, *, overwrite: bool = False) -> str | None:
-    """Why a new run may not start in this folder; None where it may."""
+    """Why a new run may not start in this folder, whoever holds it; None where it may."""
     if not path.is_dir():
         return f"name: {path} is a file; must be a folder." if path.exists() else None
     names = {entry.name for entry in path.iterdir()} - {_LOCK_FILE}
@@ -116,6 +113,18 @@ def conflict(path: Path, *, overwrite: bool = False) -> str | None:
             "name=OTHER starts beside it, --overwrite deletes it."
         )
     return None
+
+
+def in_use(path: Path) -> str | None:
+    """Why no run may start or go on in this folder now; None where none is going on."""
+    return _going_on(path) if _is_held(path / _LOCK_FILE) else None
+
+
+def _going_on(path: Path) -> str:
+    return (
+        f"name: the run in {path} is going on in another process; a folder holds one run. "
+        "Stop it, or choose another name."
+    )
 
 
 def find_run(run: str, fileroot: Path | str = "runs") -> Path:
