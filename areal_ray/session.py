@@ -6,6 +6,7 @@ one of finished, stopped or failed.
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -28,7 +29,7 @@ from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
 from areal_ray.runtime.param_sync_actor import Committed
-from areal_ray.telemetry.log import redact, set_up_logging
+from areal_ray.telemetry.log import redact, run_log
 from areal_ray.telemetry.progress import Progress, open_progress
 from areal_ray.telemetry.report import write_report
 from areal_ray.telemetry.rows import keep_rows_through
@@ -107,9 +108,15 @@ class Session:
 
     def run(self) -> Summary:
         """To the end, whatever it is; `error` is what it failed with."""
+        recipe = self.recipe
+        with run_log(recipe.folder, run=recipe.run_name, secrets=environment_secrets()):
+            try:
+                return self._conclude(self._run())
+            finally:
+                self._folder.release()
+
+    def _run(self) -> RunOutcome:
         recipe, is_mine = self.recipe, self._connection is None
-        self._log_here()
-        outcome: RunOutcome = "failed"
         try:
             if self._resume:
                 self._begin_point = begin_at(recipe, resume=True, tell=self._progress.on_event)
@@ -118,29 +125,24 @@ class Session:
                 self._connection = connect(recipe.cluster, recipe.scheduler, recipe.deadlines)
             make_model(recipe, self._train_first)
             asyncio.run(self._run_loops(self._connection))
-            outcome = "stopped" if self._stop_asked else "finished"
+            return "stopped" if self._stop_asked else "finished"
         except _StoppedBefore:
-            outcome = "stopped"
+            return "stopped"
         except BaseException as error:
-            self.error = root_cause(error)
-            if self._stop_asked and isinstance(self.error, _LOST):
-                # What asked us to stop may have ended the actors by itself.
-                self._progress.on_event(f"stopped without a last checkpoint: {self.error}")
-                outcome, self.error = "stopped", None
-            elif not isinstance(self.error, ArealRayError):
-                _log.error("%s", "".join(traceback.format_exception(self.error)))
+            return self._fail(root_cause(error))
         finally:
             if is_mine and self._connection is not None:
                 _bounded(self._connection.close, "disconnecting from Ray")
-        try:
-            return self._conclude(outcome)
-        finally:
-            self._folder.release()
 
-    def _log_here(self) -> None:
-        """This process's log goes to this run's folder."""
-        recipe = self.recipe
-        set_up_logging(recipe.folder, run=recipe.run_name, secrets=environment_secrets())
+    def _fail(self, error: BaseException) -> RunOutcome:
+        if self._stop_asked and isinstance(error, _LOST):
+            # What asked us to stop may have ended the actors by itself.
+            self._progress.on_event(f"stopped without a last checkpoint: {error}")
+            return "stopped"
+        self.error = error
+        if not isinstance(error, ArealRayError):
+            _log.error("%s", "".join(traceback.format_exception(error)))
+        return "failed"
 
     def _train_first(self, other: Recipe) -> None:
         """Run the recipe that makes this one's model, on the same cluster."""
@@ -150,7 +152,6 @@ class Session:
             maker.stop()
         maker.run()
         self._maker = None
-        self._log_here()
         if maker.error is not None:
             raise maker.error
         if self._stop_asked:
@@ -301,7 +302,8 @@ class Session:
 def _bounded(close: Callable[[], None], what: str) -> None:
     """Close something of Ray's; where Ray itself is gone that may never return."""
     # A daemon: a thread that hangs must not keep the process from ending.
-    thread = threading.Thread(target=close, name=what, daemon=True)
+    inside = contextvars.copy_context()
+    thread = threading.Thread(target=inside.run, args=(close,), name=what, daemon=True)
     thread.start()
     thread.join(_CLOSE_S)
     if thread.is_alive():
