@@ -50,7 +50,7 @@ class ChatToolCall:
     type: str = "function"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatMessage:
     """An assistant message; may be put back into `messages` as it is."""
 
@@ -64,7 +64,7 @@ class ChatMessage:
         return {"content": self.content, "role": self.role, "tool_calls": calls}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """The one sampled continuation."""
 
@@ -73,7 +73,7 @@ class Choice:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Tokens of one call."""
 
@@ -86,7 +86,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatCompletion:
     """What `create` returns."""
 

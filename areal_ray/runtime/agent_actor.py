@@ -8,9 +8,10 @@ run_group waits for: the agents and the rollout fleet; bounded by agent.timeout_
 """
 
 import asyncio
+import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ class AgentActor:
 
     async def _attempt(self, task: Task, group_id: str, episode_id: str, seed: int) -> _Attempt:
         recorder = Recorder(self._template)
-        client = ChatClient(recorder, self._sampler(group_id, episode_id, seed), self._limits)
+        sample = functools.partial(self._sample, (group_id, episode_id), seed)
+        client = ChatClient(recorder, sample, self._limits)
         self._num_episodes += 1
         try:
             end = await run_episode(self._agent, task, client, self._config)
@@ -221,20 +223,23 @@ class AgentActor:
             )
         return _Attempt(end, tuple(trajectories), recorder.num_turns, recorder.splits)
 
-    def _sampler(self, group_id: str, episode_id: str, seed: int) -> Callable[..., Any]:
-        def sample(
-            prompt_ids: NDArray[np.int32], max_new_tokens: int, turn_id: int
-        ) -> Awaitable[GenerationResult]:
-            request = GenerationRequest(
-                request_id=f"{episode_id}#{turn_id}",
-                prompt_ids=prompt_ids,
-                sampling=self._sampling_of(max_new_tokens),
-                seed=derive_seed(seed, turn_id),
-                prefix_key=group_id,
-            )
-            return self._rollouts.generate(request)
-
-        return sample
+    def _sample(
+        self,
+        names: tuple[str, str],
+        seed: int,
+        prompt_ids: NDArray[np.int32],
+        max_new_tokens: int,
+        turn_id: int,
+    ) -> Awaitable[GenerationResult]:
+        group_id, episode_id = names
+        request = GenerationRequest(
+            request_id=f"{episode_id}#{turn_id}",
+            prompt_ids=prompt_ids,
+            sampling=self._sampling_of(max_new_tokens),
+            seed=derive_seed(seed, turn_id),
+            prefix_key=group_id,
+        )
+        return self._rollouts.generate(request)
 
     def _sampling_of(self, max_new_tokens: int) -> SamplingConfig:
         known = self._sampling.get(max_new_tokens)
