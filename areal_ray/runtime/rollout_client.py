@@ -111,13 +111,10 @@ class RolloutClient:
         self._route(pending)
         if self._alarm is None:  # one for all: a timer a turn costs more than all else here
             self._alarm = loop.call_at(pending.due_s, self._end_overdue)
-        is_answered = False
         try:
             result = await pending.future
-            is_answered = True
         finally:
-            if not is_answered:
-                self._forget(request.request_id)
+            self._forget(request.request_id)
         if result.error:
             raise EngineError(f"turn {request.request_id}: {result.error}")
         return result
@@ -162,10 +159,9 @@ class RolloutClient:
         return least
 
     def _forget(self, request_id: str) -> None:
-        """Drop a turn that is no longer awaited, and have its replica end it."""
+        """Drop a turn that is no longer awaited; its replica ends it unless it has answered."""
         for lane in self._lanes:
-            pending = lane.pending.pop(request_id, None)
-            if pending is None:
+            if lane.pending.pop(request_id, None) is None:
                 continue
             lane.outbox = [r for r in lane.outbox if r.request_id != request_id]
             lane.replica.abort.remote([request_id])
