@@ -47,13 +47,35 @@ from areal_ray.telemetry.waits import WaitBoard
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_S = 20.0
+_END_ACTORS_S = 8.0
+_DISCONNECT_S = 20.0
+_GONE_S = 4.0
+"""For a closing step after one that never returned: Ray is gone."""
 _LOST = (ActorLost, PublishError, PlacementError)
 """How a run fails whose actors, or whose Ray, went away."""
 
 
 class _StoppedBefore(Exception):
     """Stop was asked for while the model was still being made."""
+
+
+class _Endings:
+    """The last steps of a run; where Ray itself is gone, one may never return."""
+
+    def __init__(self) -> None:
+        self._is_gone = False
+
+    def take(self, close: Callable[[], None], what: str, limit_s: float) -> None:
+        """Run one in a thread and wait for it, `limit_s` at most."""
+        limit_s = min(limit_s, _GONE_S) if self._is_gone else limit_s
+        # A daemon: a thread that hangs must not keep the process from ending.
+        inside = contextvars.copy_context()
+        thread = threading.Thread(target=inside.run, args=(close,), name=what, daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            self._is_gone = True
+            _log.warning("%s takes more than %g s; going on without it", what, limit_s)
 
 
 class Session:
@@ -91,6 +113,7 @@ class Session:
         self._stopping: asyncio.Event | None = None
         self._stop_asked = False
         self._began = time.monotonic()
+        self._endings = _Endings()
         self._waits = WaitBoard()
         self._records: Records | None = None
         self._state: LearnerRun | None = None
@@ -132,7 +155,8 @@ class Session:
             return self._fail(root_cause(error))
         finally:
             if is_mine and self._connection is not None:
-                _bounded(self._connection.close, "disconnecting from Ray")
+                close = self._connection.close
+                self._endings.take(close, "disconnecting from Ray", _DISCONNECT_S)
 
     def _fail(self, error: BaseException) -> RunOutcome:
         if self._stop_asked and isinstance(error, _LOST):
@@ -169,7 +193,7 @@ class Session:
             kinds = {"rl": self._rl, "sft": self._sft, "eval": self._eval}
             await self._until_stopped(kinds[recipe.kind](graph, begin))
         finally:
-            _bounded(graph.close, "ending the actors")
+            self._endings.take(graph.close, "ending the actors", _END_ACTORS_S)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """Loops that run end by themselves when stop is asked for; loading is cut short."""
@@ -297,17 +321,6 @@ class Session:
             _log.error("%s", "".join(traceback.format_exception(error)))
             self._progress.on_event(f"report.html not written: {type(error).__name__}: {error}")
             return None
-
-
-def _bounded(close: Callable[[], None], what: str) -> None:
-    """Close something of Ray's; where Ray itself is gone that may never return."""
-    # A daemon: a thread that hangs must not keep the process from ending.
-    inside = contextvars.copy_context()
-    thread = threading.Thread(target=inside.run, args=(close,), name=what, daemon=True)
-    thread.start()
-    thread.join(_CLOSE_S)
-    if thread.is_alive():
-        _log.warning("%s takes more than %g s; going on without it", what, _CLOSE_S)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -1,5 +1,6 @@
 """A signal to the whole process group of a run: `timeout`, a batch system, a terminal's Ctrl-C."""
 
+import contextlib
 import json
 import os
 import signal
@@ -21,12 +22,17 @@ from tests.integration.test_command_line import (
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("number", "code", "begun"),
-    [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, None)],
-    ids=["SIGTERM", "SIGINT", "SIGTERM while loading"],
+    ("number", "code", "begun", "to_all"),
+    [
+        (signal.SIGTERM, 143, 2, False),
+        (signal.SIGINT, 130, 2, False),
+        (signal.SIGTERM, 143, None, False),
+        (signal.SIGTERM, 143, 2, True),
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGTERM while loading", "SIGTERM to each process"],
 )
 def test_it_ends_the_run_in_seconds_as_a_signal_to_the_run_alone_would(
-    tmp_path: Path, number: signal.Signals, code: int, begun: int | None
+    tmp_path: Path, number: signal.Signals, code: int, begun: int | None, to_all: bool
 ) -> None:
     child = subprocess.Popen(
         train(tmp_path, "steps=200"),
@@ -42,6 +48,9 @@ def test_it_ends_the_run_in_seconds_as_a_signal_to_the_run_alone_would(
         below = descendants(child.pid)
         asked = time.monotonic()
         os.killpg(child.pid, number)
+        for pid in below if to_all else ():  # as batch systems do that know the whole tree
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         out = child.communicate(timeout=60)[0]
         took_s = time.monotonic() - asked
         assert (child.returncode, took_s < 30) == (code, True), (took_s, out[-3000:])
