@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from areal_ray.core.journal import JOURNAL_FOLDER
 from areal_ray.engines.preference import PairTask
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.engines.sft import OfflineDistillationConfig
@@ -30,8 +31,6 @@ from areal_ray.runtime.placement import (
 from areal_ray.runtime.reward_actor import RewardActor
 from areal_ray.runtime.rollout_actor import RolloutActor
 
-JOURNAL_FOLDER = "journal"
-"""Of a run, in its folder."""
 _MANY_CALLS = 10_000
 
 

@@ -6,10 +6,10 @@ Each start function spawns every actor first, so that they load side by side, th
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_ray.actors import JOURNAL_FOLDER, ActorGraph
+from areal_ray.actors import ActorGraph
 from areal_ray.agents.task_stream import TaskStream, fit_prompts, load_tasks
 from areal_ray.core.gate import AdmissionGate
-from areal_ray.core.journal import LedgerJournal, SegmentKeeper
+from areal_ray.core.journal import JOURNAL_FOLDER, LedgerJournal, SegmentKeeper
 from areal_ray.core.ledger import Ledger
 from areal_ray.core.queue import TrajectoryQueue
 from areal_ray.core.task import Task
@@ -188,7 +188,7 @@ def _tasks(graph: ActorGraph) -> Sequence[Task]:
 def _held_out(graph: ActorGraph) -> Sequence[Task]:
     evaluation = graph.recipe.evaluation
     assert evaluation is not None
-    return load_tasks(evaluation.tasks, graph.roots, where="evaluation.tasks")[: evaluation.limit]
+    return load_tasks(evaluation.tasks, graph.roots, where="evaluation.tasks")
 
 
 def ledger_of(recipe: Recipe) -> tuple[Ledger, LedgerJournal]:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 DEMO_RECIPE = Path("recipes/calculator/grpo.yaml")
 
 _TRACE = "--trace"
-_POLL_S = 0.5
+_POLL_S = 0.1
+_STOPS = frozenset((signal.SIGINT, signal.SIGTERM))
 
 app = typer.Typer(
     name="areal-ray",
@@ -116,7 +117,7 @@ def demo(
     overrides: Overrides = None,
     recipe: Annotated[Path, typer.Option(help="Recipe to show.")] = DEMO_RECIPE,
 ) -> None:
-    """Warm up a small model and let it learn to use a calculator, in about three minutes."""
+    """Warm up a small model and let it learn to use a calculator, in a minute or two."""
     from areal_ray.recipe import load_recipe
 
     clone = Path(__file__).resolve().parents[1]
@@ -221,40 +222,38 @@ def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) 
 
     from areal_ray.handle import launch
 
-    handle = launch(recipe, resume=resume, overwrite=overwrite, is_checked=True)
-    raise typer.Exit(_follow(handle))
+    # Blocked before the run's threads are there, which inherit it: Ray puts a handler of its own in
+    # place, that would end the process. They stay pending until _follow takes them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        handle = launch(recipe, resume=resume, overwrite=overwrite, is_checked=True)
+        raise typer.Exit(_follow(handle))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _follow(handle: "RunHandle") -> int:
     """Wait for a run; Ctrl-C or SIGTERM stops it, a second one ends the process at once."""
     asked: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
+    while True:
+        taken = signal.sigtimedwait(_STOPS, _POLL_S)
+        if taken is not None:
+            if asked:
+                os._exit(128 + taken.si_signo)
+            asked.append(taken.si_signo)
+            handle.stop()
+            _complain("stopping; once more to end at once")
+        try:
+            summary = handle.wait(0.0)
+        except TimeoutError:
+            continue
+        except ArealRayError as error:
+            if handle.recipe.telemetry.console == "off":
+                raise
+            return error.exit_code  # the display has told it
         if asked:
-            os._exit(128 + number)
-        asked.append(number)
-        handle.stop()
-        _complain("stopping; once more to end at once")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while True:
-            try:
-                summary = handle.wait(_POLL_S)
-                break
-            except TimeoutError:
-                for number in before:  # Ray puts its own in place when it starts
-                    signal.signal(number, stop)
-            except ArealRayError as error:
-                if handle.recipe.telemetry.console == "off":
-                    raise
-                return error.exit_code  # the display has told it
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if asked:
-        return 128 + asked[0]
-    return 0 if summary.outcome == "finished" else 1
+            return 128 + asked[0]
+        return 0 if summary.outcome == "finished" else 1
 
 
 def _tell_defect(

@@ -119,7 +119,7 @@ async def learn(run: Run) -> None:
             report = await run.sync.publish(trained_at + 1)
         run.committed(report.version)
         await run.gate.open_to(report.version)
-        run.records.trained(run.step, trained_at, tickets, stats, report, len(run.queue))
+        run.records.trained(run.step, trained_at, tickets, stats, report, run.gauges())
         run.dump_episodes(tickets)
         if run.evaluation is not None and run.evaluation.is_due(run.step, run.steps):
             await run.evaluation.pin(run.step)
@@ -171,7 +171,8 @@ async def look(run: Run) -> None:
     """One round of `watch`."""
     seen = await run.supervisor.look()
     for event in seen.events:
-        run.records.event(event, is_return=event in seen.returns)
+        run.records.event(event)
+    run.records.returned(seen.returns)
     run.records.fleet(seen.reading)
     run.records.status(run.counts())
 

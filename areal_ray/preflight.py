@@ -18,7 +18,7 @@ from areal_ray.core.task import Task
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.recipe import Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
-from areal_ray.run_folder import conflict
+from areal_ray.run_folder import conflict, in_use
 from areal_ray.runtime.run_config import is_hub_name
 
 _HUB_TIMEOUT_S = 3.0
@@ -31,9 +31,10 @@ def preflight(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) 
         RecipeError: all that is wrong, one line each.
     """
     problems = check_files(recipe)
-    if not resume:
+    told = in_use(recipe.folder)
+    if told is None and not resume:
         told = conflict(recipe.folder, overwrite=overwrite)
-        problems += [] if told is None else [told]
+    problems += [] if told is None else [told]
     if problems:
         where = recipe.origin.name if recipe.origin is not None else "recipe"
         raise RecipeError("\n".join(f"{where}: {problem}" for problem in problems))

@@ -4,11 +4,10 @@ import logging
 import pickle
 import resource
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal_ray.core.ledger import Lease, Ledger
+from areal_ray.core.ledger import Lease
 from areal_ray.core.queue import Ticket
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.verdict import TOO_STALE
@@ -23,12 +22,13 @@ from areal_ray.telemetry.metrics import MetricWindow
 from areal_ray.telemetry.names import METRICS
 from areal_ray.telemetry.progress import Progress
 from areal_ray.telemetry.sinks import MetricLog
-from areal_ray.telemetry.summary import LedgerSummary
+from areal_ray.telemetry.tally import RunTally
 from areal_ray.telemetry.views import EvalView, StatusView, StepView
 from areal_ray.telemetry.waits import WaitBoard
 
 _FAILED = ("agent_error", "env_error", "timeout")
 """Outcomes of attempts that no sibling stands for: the group's own metrics do not see them."""
+_RESTARTS = {"rollout": "rollout/restarts", "agent": "agent/restarts"}
 _log = logging.getLogger(__name__)
 
 _INLINED_BYTES = 100 * 1024
@@ -45,7 +45,7 @@ class Records:
         progress: Progress,
         waits: WaitBoard,
         admission: AdmissionConfig | None,
-        ledger: Ledger | None,
+        tally: RunTally,
         write_status: Callable[[Mapping[str, Any]], None],
         mismatch_alarm_nats: float | None = None,
     ) -> None:
@@ -53,7 +53,8 @@ class Records:
         self._progress = progress
         self._waits = waits
         self._admission = admission
-        self._ledger = ledger
+        self.tally = tally
+        self._ledger = tally.ledger
         self._write_status = write_status
         self._alarm = MismatchAlarm(mismatch_alarm_nats)
         self._shown: dict[str, Any] = {}
@@ -61,10 +62,7 @@ class Records:
         self._cpu_s = time.process_time()
         self._row_at = time.monotonic()
         self._reading: FleetReading | None = None
-        self.staleness: Counter[int] = Counter()
-        """Trained groups by learner version - oldest behaviour version."""
-        self.replaced: list[str] = []
-        """Actors that died, a line each."""
+        self._admitted = 0
 
     # What the loops report
 
@@ -72,6 +70,7 @@ class Records:
         """The loops begin: what came before belongs to no step."""
         self._row_at, self._cpu_s = time.monotonic(), time.process_time()
         self._waits.take_seconds()
+        self._admitted = self._ledger.admitted if self._ledger is not None else 0
 
     def collected(self, made: GroupSummary, scored: ScoreSummary) -> None:
         """A group was rolled out and scored, whatever becomes of it."""
@@ -96,10 +95,16 @@ class Records:
         stale = reason == TOO_STALE
         self._window.add("queue/dropped_groups" if stale else "admission/filtered_groups", 1)
 
-    def event(self, text: str, *, is_return: bool = False) -> None:
-        """Something a user should read; `is_return`: an actor that died is back."""
-        if is_return:
-            self.replaced.append(text)
+    def returned(self, lines: Mapping[str, str]) -> None:
+        """Actors that died are back: name -> the line that told it."""
+        for name, line in lines.items():
+            self.tally.replaced.append(line)
+            role = name.rpartition("-")[0]
+            if role in _RESTARTS:
+                self._window.add(_RESTARTS[role], 1)
+
+    def event(self, text: str) -> None:
+        """Something a user should read."""
         _log.info("%s", text)
         self._progress.on_event(text)
 
@@ -125,15 +130,21 @@ class Records:
         tickets: Sequence[Ticket[Any]],
         stats: StepStats,
         report: PublishReport,
-        queued: int,
+        gauges: Mapping[str, int],
     ) -> None:
-        """A step is done: write its row. `consumed_at` is the learner's version when it began."""
+        """A step is done: write its row.
+
+        Args:
+            step: Steps done.
+            consumed_at: The learner's version when it began.
+            tickets: Its groups.
+            stats: What the learner said.
+            report: What the publish said.
+            gauges: How queue and gate stand now: `Run.gauges()`.
+        """
         now = time.monotonic()
         for ticket in tickets:
-            staleness = consumed_at - ticket.oldest_version
-            self.staleness[staleness] += 1
-            self._window.add("staleness/mean_versions", staleness)
-            self._window.add("staleness/max_versions", staleness)
+            self._add_staleness(consumed_at, ticket)
             self._window.add("queue/wait_s", now - ticket.arrived_s)
             for name, value, weight in ticket.metrics:
                 if name.startswith("reward/"):
@@ -143,7 +154,7 @@ class Records:
         if alarm is not None:
             self.event(alarm)
         self._add_publish(report)
-        self._window.add("queue/depth_groups", queued)
+        self._window.update(gauges)
         self._add_ledger()
         row = self._close_row(step, report.version, now)
         bound = self._bound()
@@ -159,7 +170,7 @@ class Records:
                 staleness_max=int(row.get("staleness/max_versions", 0)),
                 staleness_bound=bound,
                 tokens_per_s=row.get("rollout/tokens_per_s"),
-                queue_groups=queued,
+                queue_groups=gauges["queue/depth_groups"],
                 wait_s=row.get("time/learner_wait_s", 0.0),
                 skipped=stats.num_updates == 0,
             )
@@ -203,6 +214,15 @@ class Records:
 
     # Rows
 
+    def _add_staleness(self, consumed_at: int, ticket: Ticket[Any]) -> None:
+        bound = self._bound()
+        oldest = ticket.oldest_trained(0 if bound is None else consumed_at - bound)
+        if oldest is None:  # masked as a whole: the step did not train on it
+            return
+        self.tally.staleness[consumed_at - oldest] += 1
+        self._window.add("staleness/mean_versions", consumed_at - oldest)
+        self._window.add("staleness/max_versions", consumed_at - oldest)
+
     def _add_stats(self, stats: StepStats) -> None:
         for name, value in stats.metrics.items():
             self._window.add(name, value)
@@ -212,6 +232,9 @@ class Records:
         self._window.add("publish/failed_publishes", len(report.quarantined))
         self._window.add("publish/wall_s", report.seconds)
         self._window.add("publish/stage_s", report.stage_s)
+        self._window.add("publish/swap_s", report.swap_s)
+        if report.stage_s > 0:
+            self._window.add("publish/bytes_per_s", report.bytes / report.stage_s)
         self._window.add("publish/engine_idle_s", report.engine_idle_s)
         self._window.add("publish/bytes", report.bytes)
 
@@ -220,6 +243,11 @@ class Records:
             return
         for name, count in self._ledger.counts().items():
             self._window.add(f"ledger/{name}_groups", count)
+        self._window.add("admission/admitted_groups", self._ledger.admitted - self._admitted)
+        self._admitted = self._ledger.admitted
+        stale = self._ledger.dropped[TOO_STALE]
+        consumed = self._ledger.trained + stale
+        self._window.add("queue/dropped_fraction", stale / max(1, consumed))
         bound = self._bound()
         if bound is not None:
             self._window.add("staleness/bound_versions", bound)
@@ -250,29 +278,6 @@ class Records:
         return None if bound == UNLIMITED else int(bound)
 
     # The end
-
-    def _ledger_summary(self) -> LedgerSummary:
-        """How groups ended."""
-        if self._ledger is None:
-            return LedgerSummary()
-        reasons = self._ledger.dropped + self._ledger.failed
-        return LedgerSummary(**self._ledger.counts(), reasons=dict(reasons.most_common(20)))
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
-        return {"staleness": {str(k): n for k, n in self.staleness.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        self.staleness = Counter({int(k): n for k, n in state["staleness"].items()})
-
-    def end_facts(self) -> dict[str, Any]:
-        """What the run's summary needs beside its rows."""
-        return {
-            "staleness_histogram": dict(self.staleness),
-            "ledger": self._ledger_summary(),
-            "replaced": tuple(self.replaced),
-        }
 
     def close(self) -> None:
         """Make sure that rows stay."""

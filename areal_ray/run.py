@@ -158,8 +158,7 @@ class Run(LearnerRun):
             group_id=lease.group_id,
             task_id=lease.task.id,
             ref=payload,
-            oldest_version=made.oldest_version,
-            newest_version=made.newest_version,
+            versions=made.versions,
             num_tokens=made.num_tokens,
             metrics=scored.metrics,
             place=scored.place,
@@ -194,6 +193,14 @@ class Run(LearnerRun):
             "headroom": self.gate.headroom,
         }
 
+    def gauges(self) -> dict[str, int]:
+        """The same for the row of a step, by metric name."""
+        return {
+            "queue/depth_groups": len(self.queue),
+            "admission/running_groups": self.gate.num_running,
+            "admission/headroom_groups": self.gate.headroom,
+        }
+
     def drop(self, ticket: Ticket[Any], reason: str) -> None:
         """End a committed group that is not trained on."""
         self.ledger.drop(ticket.group_id, reason)
@@ -226,17 +233,14 @@ class Run(LearnerRun):
             "version": self.version,
             "tasks": tasks,
             "unfinished": unfinished,
-            "ledger": self.ledger.state_dict(),
-            "records": self.records.state_dict(),
+            **self.records.tally.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`, into a run that has not begun."""
+        """Inverse of `state_dict`, into a run that has not begun; its records hold their part."""
         self.tasks.load_state_dict(state["tasks"])
         for epoch, task_id, attempt in state["unfinished"]:
             self.tasks.retry(task_id, epoch, attempt)
-        self.ledger.load_state_dict(state["ledger"])
-        self.records.load_state_dict(state["records"])
 
 
 def _commit_record(made: GroupSummary, scored: ScoreSummary) -> dict[str, Any]:

@@ -24,6 +24,8 @@ STATUS_FILE = "status.json"
 """What goes on: written about once a second by the run."""
 
 _LOCK_FILE = ".lock"
+_LOCK_S = 0.5
+"""How long a folder that looks held is tried: whoever asks for its status holds it for less."""
 _SUMMARY_FILE = "summary.json"
 _TRACES = ("metrics.jsonl", "checkpoints", "journal", _SUMMARY_FILE)
 
@@ -69,10 +71,7 @@ class RunFolder:
                 "Choose another folder."
             ) from error
         if lock is None:
-            raise RecipeError(
-                f"name: the run in {path} is going on in another process; a folder holds one run. "
-                "Stop it, or choose another name."
-            )
+            raise RecipeError(_going_on(path))
         try:
             problem = None if resume else conflict(path, overwrite=overwrite)
             if problem is not None:
@@ -99,7 +98,7 @@ class RunFolder:
 
 
 def conflict(path: Path, *, overwrite: bool = False) -> str | None:
-    """Why a new run may not start in this folder; None where it may."""
+    """Why a new run may not start in this folder, whoever holds it; None where it may."""
     if not path.is_dir():
         return f"name: {path} is a file; must be a folder." if path.exists() else None
     names = {entry.name for entry in path.iterdir()} - {_LOCK_FILE}
@@ -114,6 +113,18 @@ def conflict(path: Path, *, overwrite: bool = False) -> str | None:
             "name=OTHER starts beside it, --overwrite deletes it."
         )
     return None
+
+
+def in_use(path: Path) -> str | None:
+    """Why no run may start or go on in this folder now; None where none is going on."""
+    return _going_on(path) if _is_held(path / _LOCK_FILE) else None
+
+
+def _going_on(path: Path) -> str:
+    return (
+        f"name: the run in {path} is going on in another process; a folder holds one run. "
+        "Stop it, or choose another name."
+    )
 
 
 def find_run(run: str, fileroot: Path | str = "runs") -> Path:
@@ -143,25 +154,41 @@ def read_status(folder: Path) -> RunStatus:
     status: dict[str, Any] = {}
     with contextlib.suppress(OSError, json.JSONDecodeError):
         status = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
-    is_running = False
-    with contextlib.suppress(OSError):
-        lock = _lock(folder)
-        if lock is None:
-            is_running = True
-        else:
-            os.close(lock)
-    return RunStatus(folder.name, folder, is_running, status)
+    return RunStatus(folder.name, folder, _is_held(folder / _LOCK_FILE), status)
+
+
+def _is_held(lock_file: Path) -> bool:
+    """Whether a process holds the folder. Changes nothing there, also where it may not write."""
+    try:
+        lock = os.open(lock_file, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # Shared and for a moment: readers do not see each other, and _lock tries again.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 def _lock(path: Path) -> int | None:
     """A lock that ends with this process; None where another process has it."""
     lock = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
+    end = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(lock)
+                return None
+            time.sleep(_LOCK_S / 50)
+        else:
+            return lock
 
 
 def _empty(path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_ray.core.journal import JOURNAL_FOLDER, resumption_lines
 from areal_ray.run_folder import read_status
 from areal_ray.telemetry.summary import read_summary
 from areal_ray.telemetry.views import duration_text
@@ -32,6 +33,7 @@ def describe_run(folder: Path) -> str:
     known = read_status(folder)
     summary = read_summary(folder) or {}
     lines = [f"run      {known.name}: {state_of(folder)}", f"folder   {folder}"]
+    lines += [f"resumed  {told}" for told in resumption_lines(folder / JOURNAL_FOLDER)]
     if known.is_running:
         lines += [f"{name:<8} {told}" for name, told in _flat(known.status) if told != ""]
         return "\n".join(lines)

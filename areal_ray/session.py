@@ -6,31 +6,35 @@ one of finished, stopped or failed.
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_ray.actors import ActorGraph, StartPoint
 from areal_ray.assembly import ledger_of, start_eval, start_pairs, start_rl, start_sft
+from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, prefer, train
-from areal_ray.errors import ActorLost, ArealRayError
+from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
-from areal_ray.run import LearnerRun, PairRun, Run, SftRun
+from areal_ray.run import LearnerRun, Run
 from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
 from areal_ray.runtime.param_sync_actor import Committed
-from areal_ray.telemetry.log import redact, set_up_logging
+from areal_ray.telemetry.log import redact, run_log
 from areal_ray.telemetry.progress import Progress, open_progress
 from areal_ray.telemetry.report import write_report
-from areal_ray.telemetry.sinks import MetricLog, Sink, open_metric_log
+from areal_ray.telemetry.rows import keep_rows_through
+from areal_ray.telemetry.sinks import METRICS_FILE, MetricLog, Sink, open_metric_log
 from areal_ray.telemetry.summary import (
     RunEnd,
     RunOutcome,
@@ -38,16 +42,44 @@ from areal_ray.telemetry.summary import (
     summarize,
     write_summary,
 )
+from areal_ray.telemetry.tally import RunTally
 from areal_ray.telemetry.views import Header
 from areal_ray.telemetry.waits import WaitBoard
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_S = 20.0
+_END_ACTORS_S = 8.0
+_DISCONNECT_S = 20.0
+_GONE_S = 4.0
+"""For a closing step after one that never returned: Ray is gone."""
+_LOST = (ActorLost, PublishError, PlacementError)
+"""How a run fails whose actors, or whose Ray, went away."""
+
+
+_Loops = Callable[[ActorGraph, StartPoint], Coroutine[Any, Any, None]]
 
 
 class _StoppedBefore(Exception):
     """Stop was asked for while the model was still being made."""
+
+
+class _Endings:
+    """The last steps of a run; where Ray itself is gone, one may never return."""
+
+    def __init__(self) -> None:
+        self._is_gone = False
+
+    def take(self, close: Callable[[], None], what: str, limit_s: float) -> None:
+        """Run one in a thread and wait for it, `limit_s` at most."""
+        limit_s = min(limit_s, _GONE_S) if self._is_gone else limit_s
+        # A daemon: a thread that hangs must not keep the process from ending.
+        inside = contextvars.copy_context()
+        thread = threading.Thread(target=inside.run, args=(close,), name=what, daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            self._is_gone = True
+            _log.warning("%s takes more than %g s; going on without it", what, limit_s)
 
 
 class Session:
@@ -85,9 +117,11 @@ class Session:
         self._stopping: asyncio.Event | None = None
         self._stop_asked = False
         self._began = time.monotonic()
+        self._endings = _Endings()
         self._waits = WaitBoard()
         self._records: Records | None = None
         self._state: LearnerRun | None = None
+        self._begin_point: StartPoint | None = None
         self._maker: Session | None = None
 
     def stop(self) -> None:
@@ -101,34 +135,42 @@ class Session:
 
     def run(self) -> Summary:
         """To the end, whatever it is; `error` is what it failed with."""
+        recipe = self.recipe
+        with run_log(recipe.folder, run=recipe.run_name, secrets=environment_secrets()):
+            try:
+                return self._conclude(self._run())
+            finally:
+                self._folder.release()
+
+    def _run(self) -> RunOutcome:
         recipe, is_mine = self.recipe, self._connection is None
-        self._log_here()
-        outcome: RunOutcome = "failed"
         try:
+            if self._resume:
+                self._begin_point = begin_at(recipe, resume=True, tell=self._progress.on_event)
             if self._connection is None:
                 self._progress.on_event("starting Ray ...")
                 self._connection = connect(recipe.cluster, recipe.scheduler, recipe.deadlines)
             make_model(recipe, self._train_first)
             asyncio.run(self._run_loops(self._connection))
-            outcome = "stopped" if self._stop_asked else "finished"
+            return "stopped" if self._stop_asked else "finished"
         except _StoppedBefore:
-            outcome = "stopped"
+            return "stopped"
         except BaseException as error:
-            self.error = root_cause(error)
-            if not isinstance(self.error, ArealRayError):
-                _log.error("%s", "".join(traceback.format_exception(self.error)))
+            return self._fail(root_cause(error))
         finally:
             if is_mine and self._connection is not None:
-                _bounded(self._connection.close, "disconnecting from Ray")
-        try:
-            return self._conclude(outcome)
-        finally:
-            self._folder.release()
+                close = self._connection.close
+                self._endings.take(close, "disconnecting from Ray", _DISCONNECT_S)
 
-    def _log_here(self) -> None:
-        """This process's log goes to this run's folder."""
-        recipe = self.recipe
-        set_up_logging(recipe.folder, run=recipe.run_name, secrets=environment_secrets())
+    def _fail(self, error: BaseException) -> RunOutcome:
+        if self._stop_asked and isinstance(error, _LOST):
+            # What asked us to stop may have ended the actors by itself.
+            self._progress.on_event(f"stopped without a last checkpoint: {error}")
+            return "stopped"
+        self.error = error
+        if not isinstance(error, ArealRayError):
+            _log.error("%s", "".join(traceback.format_exception(error)))
+        return "failed"
 
     def _train_first(self, other: Recipe) -> None:
         """Run the recipe that makes this one's model, on the same cluster."""
@@ -138,7 +180,6 @@ class Session:
             maker.stop()
         maker.run()
         self._maker = None
-        self._log_here()
         if maker.error is not None:
             raise maker.error
         if self._stop_asked:
@@ -149,19 +190,19 @@ class Session:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         if self._stop_asked:
             return
-        begin = begin_at(recipe, resume=self._resume, tell=self._progress.on_event)
+        begin = self._begin_point or begin_at(recipe, resume=False, tell=self._progress.on_event)
         self._progress.on_event("starting actors ...")
         graph = ActorGraph(recipe, connection, begin)
         try:
-            loops = {
+            loops: dict[str, _Loops] = {
                 "train": self._rl,
-                "fit": self._sft,
-                "prefer": self._preference,
+                "fit": partial(self._learners_alone, start_sft, fit),
+                "prefer": partial(self._learners_alone, start_pairs, prefer),
                 "evaluate": self._eval,
             }
             await self._until_stopped(loops[recipe.parts.loop](graph, begin))
         finally:
-            _bounded(graph.close, "ending the actors")
+            self._endings.take(graph.close, "ending the actors", _END_ACTORS_S)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """Loops that run end by themselves when stop is asked for; loading is cut short."""
@@ -184,28 +225,27 @@ class Session:
         run.stopping, self._state = self._stopping_event(), run
         self._begin(run.steps, begin)
         records.begin()
+        if begin.checkpoint:
+            journal.append(resumption(begin.step, begin.version))
         try:
             await train(run)
             await self._save_model(run)
         finally:
             journal.close()
 
-    async def _sft(self, graph: ActorGraph, begin: StartPoint) -> None:
-        records = self._open_records(begin, None)
-        run: SftRun = await start_sft(graph, records, self._waits)
+    async def _learners_alone(
+        self,
+        start: Callable[..., Any],
+        loop: Callable[..., Any],
+        graph: ActorGraph,
+        begin: StartPoint,
+    ) -> None:
+        """Kinds without rollouts: `start` spawns their learners, `loop` trains them."""
+        run = await start(graph, self._open_records(begin, None), self._waits)
         run.stopping, self._state = self._stopping_event(), run
         self._begin(run.steps, begin)
-        records.begin()
-        await fit(run)
-        await self._save_model(run)
-
-    async def _preference(self, graph: ActorGraph, begin: StartPoint) -> None:
-        records = self._open_records(begin, None)
-        run: PairRun = await start_pairs(graph, records, self._waits)
-        run.stopping, self._state = self._stopping_event(), run
-        self._begin(run.steps, begin)
-        records.begin()
-        await prefer(run)
+        run.records.begin()
+        await loop(run)
         await self._save_model(run)
 
     async def _eval(self, graph: ActorGraph, begin: StartPoint) -> None:
@@ -220,6 +260,8 @@ class Session:
 
     def _open_records(self, begin: StartPoint, ledger: Ledger | None) -> Records:
         recipe = self.recipe
+        tally = RunTally(ledger)
+        tally.load_state_dict(begin.state)
         sinks: list[Sink] = []
         if recipe.telemetry.ray_metrics:
             from areal_ray.runtime.ray_metrics import RayMetricsSink
@@ -236,7 +278,7 @@ class Session:
             progress=self._progress,
             waits=self._waits,
             admission=recipe.admission,
-            ledger=ledger,
+            tally=tally,
             write_status=self._folder.write_status,
             mismatch_alarm_nats=recipe.telemetry.mismatch_alarm_nats,
         )
@@ -263,44 +305,41 @@ class Session:
     def _conclude(self, outcome: RunOutcome) -> Summary:
         """Summary and report, for a run that never began too."""
         recipe, records, state = self.recipe, self._records, self._state
+        begin = self._begin_point or StartPoint("")
         if records is not None:
             records.close()
+        elif begin.checkpoint:  # as the records would have done, so that all numbers agree
+            keep_rows_through(recipe.folder / METRICS_FILE, begin.step)
+        tally = records.tally if records is not None else RunTally.of_state(begin.state)
         bound = recipe.admission.max_head_offpolicyness if recipe.admission else None
         end = RunEnd(
             name=recipe.run_name,
             kind=recipe.kind,
             outcome=outcome,
             planned_steps=state.steps if state else recipe.steps,
-            version=state.version if state else 0,
+            version=state.version if state else begin.version,
             wall_s=round(time.monotonic() - self._began, 3),
             seed=recipe.seed,
             failure=failure_text(self.error),
             staleness_bound=bound if isinstance(bound, int) else None,
-            **(records.end_facts() if records else {}),
+            **tally.end_facts(),
         )
         summary = summarize(recipe.folder, end)
         write_summary(recipe.folder, summary)
-        self._progress.stop(summary, self._report() if records is not None else None)
+        self._progress.stop(
+            summary, _report(recipe.folder, self._progress) if records is not None else None
+        )
         return summary
 
-    def _report(self) -> Path | None:
-        try:
-            return write_report(self.recipe.folder)
-        except (ArithmeticError, LookupError, TypeError, ValueError, OSError) as error:
-            # A page that cannot be drawn must not cost the run its outcome.
-            _log.error("%s", "".join(traceback.format_exception(error)))
-            self._progress.on_event(f"report.html not written: {type(error).__name__}: {error}")
-            return None
 
-
-def _bounded(close: Callable[[], None], what: str) -> None:
-    """Close something of Ray's; where Ray itself is gone that may never return."""
-    # A daemon: a thread that hangs must not keep the process from ending.
-    thread = threading.Thread(target=close, name=what, daemon=True)
-    thread.start()
-    thread.join(_CLOSE_S)
-    if thread.is_alive():
-        _log.warning("%s takes more than %g s; going on without it", what, _CLOSE_S)
+def _report(folder: Path, progress: Progress) -> Path | None:
+    try:
+        return write_report(folder)
+    except (ArithmeticError, LookupError, TypeError, ValueError, OSError) as error:
+        # A page that cannot be drawn must not cost the run its outcome.
+        _log.error("%s", "".join(traceback.format_exception(error)))
+        progress.on_event(f"report.html not written: {type(error).__name__}: {error}")
+        return None
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -143,6 +143,18 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def table(columns: Sequence[tuple[str, int]], rows: Iterable[Sequence[str]]) -> str:
+    """Rows as text under (title, width); the first column begins at the left, the others end."""
+    lines = [[title for title, _ in columns], *rows]
+    return "\n".join(
+        " ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, (_, width)) in enumerate(zip(line, columns, strict=True))
+        )
+        for line in lines
+    )
+
+
 def machine_load() -> str:
     """How busy the machine is, for beside the figures."""
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

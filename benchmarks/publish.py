@@ -30,6 +30,7 @@ from areal_ray.runtime.param_sync_actor import ParamSyncActor, PublishReport
 from areal_ray.runtime.rollout_actor import RolloutActor
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.weights_config import WeightsConfig
+from benchmarks.common import table
 from tests.support.tiny_models import write_tiny_model
 from tests.support.weight_actors import LearnerStandIn, Shapes
 
@@ -151,20 +152,25 @@ def shapes_of(folder: Path) -> Shapes:
     return shapes
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
-    lines = [
-        f"{'weights':10} {'replicas':>8} {'MB':>8} {'bare ms':>9} {'publish ms':>11} "
-        f"{'stage ms':>9} {'engine idle ms':>15} {'ratio':>7} {'added ms':>9}"
+COLUMNS = (
+    ("weights", 10), ("replicas", 8), ("MB", 8), ("bare ms", 9), ("publish ms", 11),
+    ("stage ms", 9), ("engine idle ms", 15), ("ratio", 7), ("added ms", 9),
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    return [
+        row["size"],
+        str(row["replicas"]),
+        f"{row['bytes'] / 1e6:.1f}",
+        f"{1e3 * row['bare_s']:.1f}",
+        f"{1e3 * row['publish_s']:.1f}",
+        f"{1e3 * row['stage_s']:.1f}",
+        f"{1e3 * row['engine_idle_s']:.2f}",
+        f"{row['ratio']:.2f}x",
+        f"{1e3 * row['added_s']:.1f}",
     ]
-    for row in rows:
-        lines.append(
-            f"{row['size']:10} {row['replicas']:8} {row['bytes'] / 1e6:8.1f} "
-            f"{1e3 * row['bare_s']:9.1f} {1e3 * row['publish_s']:11.1f} "
-            f"{1e3 * row['stage_s']:9.1f} {1e3 * row['engine_idle_s']:15.2f} "
-            f"{row['ratio']:6.2f}x {1e3 * row['added_s']:9.1f}"
-        )
-    return "\n".join(lines)
 
 
 def _free_port() -> int:
@@ -196,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         rows = [compare(size, replicas, rounds) for size, replicas in cases]
     finally:
         ray.shutdown()
-    print(table(rows))
+    print(table(COLUMNS, map(cells, rows)))
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))

@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 from areal_ray.engines.torch_generation import TorchGenerationEngine
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from benchmarks.common import table
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -208,21 +209,23 @@ def compare(
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
-    lines = [
-        f"{'load':40} {'engine tok/s':>14} {'generate tok/s':>16} {'ratio':>6} "
-        f"{'1 thread':>9} {'1 thread, CPU':>14}"
+COLUMNS = (
+    ("load", 40), ("engine tok/s", 14), ("generate tok/s", 16), ("ratio", 7), ("1 thread", 9),
+    ("1 thread, CPU", 14),
+)  # fmt: skip
+NOTE = "(threads in brackets; '1 thread' = both sides with one, by wall and by CPU time)"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    return [
+        row["load"],
+        f"{row['engine_tokens_per_s']:,.0f} ({row['engine_threads']})",
+        f"{row['generate_tokens_per_s']:,.0f} ({row['generate_threads']})",
+        f"{row['ratio']:.2f}x",
+        f"{row['ratio_one_thread']:.2f}x",
+        f"{row['ratio_one_thread_cpu']:.2f}x",
     ]
-    for row in rows:
-        engine = f"{row['engine_tokens_per_s']:,.0f} ({row['engine_threads']})"
-        generate = f"{row['generate_tokens_per_s']:,.0f} ({row['generate_threads']})"
-        lines.append(
-            f"{row['load']:40} {engine:>14} {generate:>16} {row['ratio']:5.2f}x "
-            f"{row['ratio_one_thread']:8.2f}x {row['ratio_one_thread_cpu']:13.2f}x"
-        )
-    lines.append("(threads in brackets; '1 thread' = both sides with one, by wall and by CPU time)")
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -248,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             write_tiny_model(folder, "qwen3", vocab_size=407)
         rounds = 3 if options.quick else options.rounds
         rows = compare(without_stop_tokens(folder), rounds, options.quick, options.threads)
-    print(table(rows))
+    print(table(COLUMNS, map(cells, rows)))
+    print(NOTE)
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))

@@ -50,7 +50,7 @@ class ChatToolCall:
     type: str = "function"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatMessage:
     """An assistant message; may be put back into `messages` as it is."""
 
@@ -64,7 +64,7 @@ class ChatMessage:
         return {"content": self.content, "role": self.role, "tool_calls": calls}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """The one sampled continuation."""
 
@@ -73,7 +73,7 @@ class Choice:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Tokens of one call."""
 
@@ -86,7 +86,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatCompletion:
     """What `create` returns."""
 
@@ -144,7 +144,8 @@ class ChatClient:
         if self._is_closed:
             await asyncio.sleep(_REFUSAL_S)  # who asks in a loop must not starve the others
             raise LimitReachedError("the episode is over")
-        self._refuse(options)
+        if options:
+            self._refuse(options)
         wanted = self._wanted_tokens(max_tokens, max_completion_tokens)
         if self.num_turns >= self.limits.max_turns:
             raise self._reached(f"agent.max_turns = {self.limits.max_turns}")
@@ -176,6 +177,8 @@ class ChatClient:
         return LimitReachedError(limit)
 
     def _wanted_tokens(self, max_tokens: int | None, max_completion_tokens: int | None) -> int:
+        if max_tokens is None and max_completion_tokens is None:
+            return self.limits.max_new_tokens
         limits = {"max_tokens": max_tokens, "max_completion_tokens": max_completion_tokens}
         for name, value in limits.items():
             if value is not None and value < 1:

@@ -7,12 +7,19 @@ once every group in it has ended.
 """
 
 import json
+import os
+import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from areal_ray.errors import DataError
+
+JOURNAL_FOLDER = "journal"
+"""Of a run, in its folder."""
+_LEDGER_FILE = "ledger.jsonl"
 _SEGMENT_BYTES = 64 * 2**20
 
 
@@ -30,7 +37,10 @@ class LedgerJournal:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (folder / "ledger.jsonl").open("a", encoding="utf-8")
+        path = folder / _LEDGER_FILE
+        if path.exists():  # a line torn by a crash would take the next one with it
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file: TextIO = path.open("a", encoding="utf-8")
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one event."""
@@ -42,13 +52,40 @@ class LedgerJournal:
         self._file.close()
 
 
+def resumption(step: int, version: int) -> dict[str, Any]:
+    """The event of a run that goes on from the checkpoint after `step`.
+
+    What stands before it about later steps was forgotten: those steps are taken again.
+    """
+    return {"event": "resumed", "step": step, "version": version, "at_s": time.time()}
+
+
+def resumption_lines(folder: Path) -> list[str]:
+    """A line for each time the run was resumed."""
+    return [
+        f"after step {record['step']}, at version {record['version']}, on "
+        + time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record["at_s"]))
+        for record in read_ledger(folder)
+        if record["event"] == "resumed"
+    ]
+
+
 def read_ledger(folder: Path) -> list[dict[str, Any]]:
-    """All whole events of a journal; a last line cut short by a crash is left out."""
-    path = folder / "ledger.jsonl"
+    """All whole events of a journal; a last line cut short by a crash is left out.
+
+    Raises:
+        DataError: A line is not JSON; names it.
+    """
+    path = folder / _LEDGER_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    events = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            events.append(json.loads(line))
+        except ValueError as error:
+            raise DataError(f"{path}: line {number} is not JSON ({error})") from error
+    return events
 
 
 class SegmentWriter:

@@ -23,8 +23,8 @@ class Ticket(Generic[RefT]):
     group_id: str
     task_id: str
     ref: RefT
-    oldest_version: int
-    newest_version: int
+    versions: tuple[int, ...]
+    """Of its sampled tokens, each once, the oldest first."""
     num_tokens: int
     """All tokens of all siblings: what the group costs the learner."""
     metrics: tuple[tuple[str, float, float], ...] = ()
@@ -33,6 +33,15 @@ class Ticket(Generic[RefT]):
     """Where its bytes lie in the journal."""
     arrived_s: float = field(default_factory=time.monotonic)
     """Monotonic clock."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Of any of its sampled tokens."""
+        return self.versions[0]
+
+    def oldest_trained(self, oldest_allowed: int) -> int | None:
+        """Oldest behaviour version, those below `oldest_allowed` masked; None if all are."""
+        return next((version for version in self.versions if version >= oldest_allowed), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,5 +9,5 @@ def derive_seed(seed: int, *names: int | str) -> int:
     Python's own hash() differs between processes; two things with other names never share a
     stream by accident.
     """
-    text = "\x1f".join(str(name) for name in (seed, *names))
+    text = "\x1f".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -24,15 +24,10 @@ class GroupSummary:
     task_id: str
     num_usable: int
     """Sibling episodes that may be scored; the others failed for good."""
-    oldest_version: int
-    """-1 if nothing was sampled."""
-    newest_version: int
+    versions: tuple[int, ...]
+    """Of the sampled tokens, each once, the oldest first."""
     num_tokens: int
     """All tokens of all trajectories, shared prompts counted each time."""
-    longest_tokens: int
-    """Of the longest trajectory."""
-    shared_prefix_tokens: int
-    """Leading tokens that all trajectories have in common and none sampled."""
     num_sampled_tokens: int
     num_turns: int
     """Model calls of all siblings."""
@@ -45,6 +40,16 @@ class GroupSummary:
     """Times a conversation stopped extending its record, by reason."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time summed over episodes, by place: model, tool."""
+
+    @property
+    def oldest_version(self) -> int:
+        """-1 if nothing was sampled."""
+        return self.versions[0] if self.versions else -1
+
+    @property
+    def newest_version(self) -> int:
+        """-1 if nothing was sampled."""
+        return self.versions[-1] if self.versions else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,9 @@ class ScoreSummary:
     """Where the scored payload lies in the run's journal, if it was written there."""
     payload_bytes: int = 0
     seconds: float = 0.0
-    """Wall time of scoring the group."""
+    """Wall time of scoring the group: its share of that of the call it came in."""
+    slowest_s: float = 0.0
+    """Longest scoring of one episode."""
     needs_rewards: bool = True
     """False where nobody scores: an episode that ended well is usable as it is."""
 

@@ -112,6 +112,16 @@ class Trajectory:
                 "the engine must stamp each token it samples"
             )
 
+    def with_verdict(self, **facts: Any) -> "Trajectory":
+        """The same tokens with other facts about their end.
+
+        Many times faster than `dataclasses.replace`, since the arrays are not checked anew.
+        """
+        changed = object.__new__(Trajectory)
+        for name in self.__slots__:
+            object.__setattr__(changed, name, facts.get(name, getattr(self, name)))
+        return changed
+
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens the policy sampled: what a loss may count."""
@@ -120,8 +130,8 @@ class Trajectory:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens before the first sampled one (all, if none was sampled)."""
-        sampled = np.flatnonzero(self.loss_mask)
-        return int(sampled[0]) if len(sampled) else len(self.token_ids)
+        first = int(self.loss_mask.argmax()) if len(self.loss_mask) else 0
+        return first if first or self.loss_mask[:1].any() else len(self.token_ids)
 
     @property
     def oldest_version(self) -> int:

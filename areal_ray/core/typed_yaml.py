@@ -76,7 +76,7 @@ class _Reader:
         for name, item in node.items.items():
             field = schema.model_fields.get(name)
             if field is None:
-                self._refuse(item, _join(key, name), self._unknown(name, schema))
+                self._refuse(item, _join(key, name), self._unknown(key, name, schema))
                 continue
             value = self.read(item, field.annotation, _join(key, name))
             if value is _INVALID:
@@ -158,7 +158,7 @@ class _Reader:
             for told, inner in _faults_told(dict(fault)):
                 self._refuse(_nearest(node, inner or name), _join(key, inner or name), told)
 
-    def _unknown(self, name: str, schema: type[BaseModel]) -> str:
+    def _unknown(self, section: str, name: str, schema: type[BaseModel]) -> str:
         former = getattr(schema, "former_keys", {}).get(name)
         if former:
             return f"is no longer a key. {former}"
@@ -168,6 +168,7 @@ class _Reader:
             return f"unknown key. Did you mean '{near[0]}'?"
         keys = all_keys(self._root)
         elsewhere = [key for key in keys if key.rpartition(".")[2] == name]
+        elsewhere.sort(key=lambda key: not key.startswith(f"{section}."))  # below it, if anywhere
         if elsewhere:
             return f"unknown key. Did you mean '{elsewhere[0]}'?"
         return f"unknown key. Known keys: {', '.join(fields)}."

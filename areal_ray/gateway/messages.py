@@ -28,10 +28,12 @@ def canonical(message: Any, index: int = 0) -> dict[str, Any]:
         ValueError: No role, content that is not text, or arguments that are not a JSON object.
     """
     fields = message if type(message) is dict else _fields(message)
-    role = fields.get("role")
+    role, text = fields.get("role"), fields.get("content")
+    if len(fields) == 2 and role and type(role) is str and type(text) is str:
+        return {"role": role, "content": text}
     if not isinstance(role, str) or not role:
         raise ValueError(f"messages[{index}].role: is {role!r}; must be a string such as 'user'")
-    plain: dict[str, Any] = {"role": role, "content": _text(fields.get("content"), index)}
+    plain: dict[str, Any] = {"role": role, "content": _text(text, index)}
     calls = fields.get("tool_calls") or ()
     if calls:
         plain["tool_calls"] = [_call(call, index) for call in calls]

@@ -51,6 +51,8 @@ class _Turn:
     logprobs: NDArray[np.float32] | None = None
     versions: NDArray[np.int32] | None = None
     stop_reason: StopReason = StopReason.ABORT
+    has_end: bool = False
+    """Whether the end of the turn was sampled."""
     is_extended: bool = False
     """Whether a later turn already continues this branch from here."""
 
@@ -113,12 +115,14 @@ class Recorder:
     def close_turn(self, turn: PromptedTurn, sampled: SampledTurn) -> Reply:
         """Record what was sampled and read it back; padding after the end is dropped."""
         opened = self._open.pop(turn.turn_id)
-        count = self._length_without_padding(sampled.token_ids)
+        ids = sampled.token_ids.tolist()
+        count = self._length_without_padding(ids)
         opened.token_ids = np.asarray(sampled.token_ids[:count], np.int32)
         opened.logprobs = np.asarray(sampled.logprobs[:count], np.float32)
         opened.versions = np.asarray(sampled.versions[:count], np.int32)
         opened.stop_reason = sampled.stop_reason
-        opened.text = self._template.decode(self._without_end(opened.token_ids))
+        opened.has_end = count > 0 and ids[count - 1] in self._template.end_ids
+        opened.text = self._template.decode(ids[: count - opened.has_end])
         reply = read_reply(opened.text, opened.turn_id, has_tools=opened.has_tools)
         parent = opened.parent
         if parent is None or parent.is_extended:  # another turn got there first: fork
@@ -150,6 +154,8 @@ class Recorder:
 
     def _parent_of(self, keys: tuple[MessageKey, ...]) -> _Turn | None:
         """The latest turn whose whole conversation, its reply included, begins `keys`."""
+        if not self._turns:
+            return None
         matching = (turn for turn in self._turns if keys[: len(turn.keys)] == turn.keys)
         return max(matching, key=lambda turn: (len(turn.keys), turn.turn_id), default=None)
 
@@ -164,14 +170,13 @@ class Recorder:
         if parent is None:
             if self._is_edited(keys):
                 self._split(AGENT_EDITED)
-            return np.array(self._template.encode(rendered), np.int32), None
+            return self._template.encode_array(rendered), None
         tail = self._tail(parent, messages, rendered, tools)
-        if isinstance(tail, list):
+        if not isinstance(tail, str):
             assert parent.token_ids is not None
-            recorded = (parent.prompt_ids, parent.token_ids, np.array(tail, np.int32))
-            return np.concatenate(recorded), parent
+            return np.concatenate((parent.prompt_ids, parent.token_ids, tail)), parent
         self._split(tail)
-        return np.array(self._template.encode(rendered), np.int32), None
+        return self._template.encode_array(rendered), None
 
     def _is_edited(self, keys: tuple[MessageKey, ...]) -> bool:
         """Whether an unmatched conversation is a recorded one with its past changed."""
@@ -185,7 +190,7 @@ class Recorder:
         messages: Messages,
         rendered: str,
         tools: Sequence[Mapping[str, Any]] | None,
-    ) -> list[int] | str:
+    ) -> NDArray[np.int32] | str:
         """Ids to append to the parent's prompt and samples, or why they cannot be extended."""
         if not rendered.startswith(parent.rendered):
             return TEMPLATE_REWROTE_PAST
@@ -195,13 +200,12 @@ class Recorder:
             return TEMPLATE_REWROTE_TURN
         closing = body[length:]
         assert parent.token_ids is not None
-        sampled_end = len(self._without_end(parent.token_ids)) < len(parent.token_ids)
-        if sampled_end:
+        if parent.has_end:
             end = self._template.token_text(int(parent.token_ids[-1]))
             closing = closing.removeprefix(end)
         elif self._merges(parent.text, closing):
             return TOKENS_MERGE
-        return self._template.encode(closing)
+        return self._template.encode_array(closing)
 
     def _length_as_rendered(
         self,
@@ -237,16 +241,14 @@ class Recorder:
 
     # -- tokens --------------------------------------------------------------------------------
 
-    def _length_without_padding(self, ids: NDArray[np.int32]) -> int:
+    def _length_without_padding(self, ids: list[int]) -> int:
         """Tokens up to the first end of turn where only padding follows it; else all."""
         ends, pad = self._template.end_ids, self._template.pad_id
-        first = next((i for i, token in enumerate(ids) if int(token) in ends), len(ids))
-        rest = ids[first + 1 :]
-        return first + 1 if pad is not None and len(rest) and (rest == pad).all() else len(ids)
-
-    def _without_end(self, ids: NDArray[np.int32]) -> list[int]:
-        listed = [int(i) for i in ids]
-        return listed[:-1] if listed and listed[-1] in self._template.end_ids else listed
+        first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        num_rest = len(ids) - first - 1
+        if pad is None or num_rest < 1 or ids[first + 1 :].count(pad) < num_rest:
+            return len(ids)
+        return first + 1
 
     def _trajectory(self, leaf: _Turn, fields: Mapping[str, Any]) -> Trajectory:
         assert leaf.token_ids is not None
@@ -254,8 +256,10 @@ class Recorder:
         token_ids = np.concatenate([leaf.prompt_ids, leaf.token_ids])
         mask = np.zeros(total, np.bool_)
         logprobs = np.zeros(total, np.float32)
-        versions = np.full(total, -1, np.int32)
-        turn_ids = np.full(total, -1, np.int16)
+        versions = np.empty(total, np.int32)
+        versions.fill(-1)
+        turn_ids = np.empty(total, np.int16)
+        turn_ids.fill(-1)
         turn: _Turn | None = leaf
         while turn is not None and turn.branch_id == leaf.branch_id:
             assert turn.token_ids is not None

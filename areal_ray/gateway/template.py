@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from areal_ray.errors import DataError
 
 _KEPT_TEXTS = 512
@@ -51,6 +54,9 @@ class ChatTemplate:
         """Ids that end a turn: the tokenizer's eos and ChatML's."""
         self._specials = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
         self._encode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._encode)
+        self._compiled = _compile(tokenizer, source)
+        self._backend = _plain_backend(tokenizer)
+        self._names = dict(tokenizer.special_tokens_map)
         self._decode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._decode)
         self._rendered: OrderedDict[Any, str] = OrderedDict()
 
@@ -99,7 +105,10 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         shown = [_for_template(message) for message in messages]
+        asked = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
+            if shown and not tools and self._compiled is not None:
+                return str(self._compiled.render({**self._names, **asked, "messages": shown}))
             text = self._tokenizer.apply_chat_template(
                 shown,
                 tools=[_sorted(tool) for tool in tools] if tools else None,
@@ -116,11 +125,21 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, special tokens in it recognised, none added."""
-        kept = len(text) <= _KEPT_CHARACTERS
-        return list(self._encode_kept(text) if kept else self._encode(text))
+        ids: list[int] = self.encode_array(text).tolist()
+        return ids
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(int(i) for i in self._tokenizer.encode(text, add_special_tokens=False))
+    def encode_array(self, text: str) -> NDArray[np.int32]:
+        """[N] the same, read-only: siblings share it."""
+        return self._encode_kept(text) if len(text) <= _KEPT_CHARACTERS else self._encode(text)
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        if self._backend is not None:
+            listed = self._backend.encode(text, add_special_tokens=False).ids
+        else:
+            listed = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(listed, np.int32)
+        ids.flags.writeable = False
+        return ids
 
     def prompt_ids(
         self,
@@ -196,12 +215,59 @@ def _known_context_tokens(folder: str) -> int:
 
 def _short_key(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> Any:
     """What a rendering depends on, if that is little text without tool calls; else None."""
-    if sum(len(m["content"]) for m in messages) > _KEPT_CHARACTERS:
+    told: list[Any] = [add_generation_prompt]
+    length = 0
+    for message in messages:
+        if "tool_calls" in message:
+            return None
+        length += len(message["content"])
+        told += (message["role"], message["content"])
+        if len(message) > 2:
+            told.append((message.get("name"), message.get("tool_call_id")))
+    return tuple(told) if length <= _KEPT_CHARACTERS else None
+
+
+def _compile(tokenizer: Any, source: Any) -> Any:
+    """The template as Transformers compiles it; None where only the tokenizer itself can render.
+
+    What names it may use lie in one plain mapping: Jinja would else search a chain of them, and
+    Transformers prepare its own arguments, for each rendering.
+    """
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils
+
+    renders = getattr(type(tokenizer), "apply_chat_template", None)
+    compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+    is_usual = renders is PreTrainedTokenizerBase.apply_chat_template
+    has_one = isinstance(source, str) and not isinstance(tokenizer.chat_template, dict)
+    if compile_template is None or not is_usual or not has_one:
         return None
-    if any("tool_calls" in m for m in messages):
+    compiled = compile_template(source).environment.from_string(source)
+    compiled.globals = dict(compiled.globals)
+    return compiled
+
+
+def _plain_backend(tokenizer: Any) -> Any:
+    """What encodes for a tokenizer that adds nothing to it; None for one of another kind.
+
+    Transformers spend several times as long on what a text of a few tokens does not need.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and not tokenizer.split_special_tokens
+    )
+    if not is_plain:
         return None
-    told = tuple((m["role"], m["content"], m.get("name"), m.get("tool_call_id")) for m in messages)
-    return told, add_generation_prompt
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    return backend
 
 
 def _load_tokenizer(folder: str) -> Any:

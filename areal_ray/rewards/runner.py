@@ -3,21 +3,27 @@
 A reward that hangs, dies or eats memory costs its own episode, never the actor: the child's whole
 process group is killed and a new child takes over the rest.
 
+Verdicts come one by one through a file that parent and child share, which costs neither a wake-up;
+the parent looks there when the child says it is done, is gone, or has had the time of one episode.
+
 score() waits for: a free child, then its answer; bounded by `timeout_s` an episode.
 """
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import pickle
 import signal
 import sys
+import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import areal_ray
 from areal_ray.core.task import Task
@@ -29,30 +35,66 @@ from areal_ray.rewards.worker import FRAME
 _QUICK_S = 0.02
 """An episode scored faster than this is not worth a child of its own."""
 _GRACE_S = 0.5
-_READ_BYTES = 65536
 _START = (
     "import sys; sys.path[:0] = [sys.argv[1]]; from areal_ray.rewards.worker import main; "
     "main(sys.argv[2])"
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Episodes of one group to score."""
+
+    task: Task
+    trajectories: Sequence[Trajectory]
+    encoded: bytes | None = None
+    """The same as a group's payload, where the caller has it already."""
+
+
 @dataclass(slots=True, eq=False)
 class _Child:
     running: asyncio.subprocess.Process
-    is_async: bool
-    unread: bytearray = field(default_factory=bytearray)
-    """Answers that came in one piece with an earlier one."""
+    verdicts: IO[bytes]
+    """The file that it writes verdicts to."""
+    is_async: bool = False
+    taken: int = 0
+    """Bytes of the file that were read."""
 
-    def next_answer(self) -> dict[str, Any] | None:
-        """The next whole answer that has arrived."""
-        if len(self.unread) < FRAME.size:
-            return None
-        end = FRAME.size + FRAME.unpack_from(self.unread)[0]
-        if len(self.unread) < end:
-            return None
-        told: dict[str, Any] = json.loads(self.unread[FRAME.size : end])
-        del self.unread[:end]
+    def begin(self) -> None:
+        """Empty the file for the next frame."""
+        os.ftruncate(self.verdicts.fileno(), 0)
+        self.taken = 0
+
+    def new_verdicts(self) -> list[tuple[int, float, list[Any]]]:
+        """(index in the frame, when, reward, reason, details and seconds) since the last look."""
+        file = self.verdicts.fileno()
+        lines = os.pread(file, os.fstat(file).st_size - self.taken, self.taken)
+        whole = lines[: lines.rfind(b"\n") + 1]
+        self.taken += len(whole)
+        told: list[Any] = json.loads(b"[" + whole[:-1].replace(b"\n", b",") + b"]")
         return told
+
+
+def _open_shared_file() -> IO[bytes]:
+    """A nameless file, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("verdicts"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+_Place = tuple[int, int]
+"""(group, trajectory) among those asked for."""
+
+
+def _parts(asked: Sequence[Asked], mine: Sequence[_Place]) -> list[tuple[Task, bytes]]:
+    """A child's frame: the task of each group and the episodes of it that are chosen."""
+    parts = []
+    for group, places in itertools.groupby(mine, key=lambda place: place[0]):
+        one = asked[group]
+        chosen = tuple(one.trajectories[i] for _, i in places)
+        payload = one.encoded if len(chosen) == len(one.trajectories) else None
+        parts.append((one.task, payload or encode_group(Group("", one.task.id, chosen))))
+    return parts
 
 
 class RewardRunner:
@@ -65,15 +107,13 @@ class RewardRunner:
 
     def __init__(self, config: RewardConfig, search: Sequence[Path | str] = ()) -> None:
         self._config = config
-        self._settings = json.dumps(
-            {
-                "score": config.score,
-                "args": config.args,
-                "search": [str(root) for root in search],
-                "timeout_s": config.timeout_s,
-                "memory_bytes": config.memory_bytes,
-            }
-        )
+        self._settings = {
+            "score": config.score,
+            "args": config.args,
+            "search": [str(root) for root in search],
+            "timeout_s": config.timeout_s,
+            "memory_bytes": config.memory_bytes,
+        }
         self._idle: list[_Child] = []
         self._seats = asyncio.Semaphore(config.workers)
         self._alive: set[_Child] = set()
@@ -93,31 +133,46 @@ class RewardRunner:
     async def score(
         self, task: Task, trajectories: Sequence[Trajectory], encoded: bytes | None = None
     ) -> list[Scored]:
+        """`score_groups` for one."""
+        return (await self.score_groups([Asked(task, trajectories, encoded)]))[0]
+
+    async def score_groups(self, asked: Sequence[Asked]) -> list[list[Scored]]:
         """One verdict a trajectory, in order; never raises for what the reward does.
 
-        Args:
-            task: Theirs.
-            trajectories: What to score.
-            encoded: The same as a group's payload, where the caller has it already.
+        Where the reward is quick, one child takes all groups at once.
         """
-        verdicts: list[Scored | None] = [None] * len(trajectories)
-        waiting = deque(range(len(trajectories)))
-        share = self._share(len(trajectories))
+        batches = [asked] if self.is_quick else [[one] for one in asked]
+        told = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
+        return [verdicts for batch in told for verdicts in batch]
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether an episode takes so little that what surrounds it matters more."""
+        return self._seconds is not None and self._seconds < _QUICK_S
+
+    async def _score_batch(self, asked: Sequence[Asked]) -> list[list[Scored]]:
+        places = [(g, i) for g, one in enumerate(asked) for i in range(len(one.trajectories))]
+        verdicts: dict[_Place, Scored] = {}
+        waiting = deque(places)
+        lanes = 1 if self.is_quick else self._config.workers
+        share = max(1, -(-len(places) // lanes))
 
         async def work() -> None:
             while waiting:
                 async with self._seats:
                     mine = [waiting.popleft() for _ in range(min(share, len(waiting)))]
                     if mine:
-                        chosen = tuple(trajectories[i] for i in mine)
-                        payload = encoded if len(chosen) == len(trajectories) else None
-                        payload = payload or encode_group(Group("", task.id, chosen))
-                        left = await self._score_share((task, payload), mine, verdicts)
+                        frame = pickle.dumps(_parts(asked, mine))
+                        left = await self._score_share(frame, mine, verdicts)
                         waiting.extendleft(reversed(left))
 
-        num_lanes = -(-len(trajectories) // share) if trajectories else 0
+        num_lanes = -(-len(places) // share) if places else 0
         await asyncio.gather(*(work() for _ in range(min(num_lanes, self._config.workers))))
-        return [v if v is not None else Scored(None, "was not scored") for v in verdicts]
+        missing = Scored(None, "was not scored")
+        return [
+            [verdicts.get((g, i), missing) for i in range(len(one.trajectories))]
+            for g, one in enumerate(asked)
+        ]
 
     async def close(self) -> None:
         """End all children and whatever they started."""
@@ -125,48 +180,63 @@ class RewardRunner:
             await self._kill(child)
         self._idle.clear()
 
-    def _share(self, count: int) -> int:
-        """Episodes that one child takes at a time."""
-        if self._seconds is not None and self._seconds < _QUICK_S:
-            return max(1, count)
-        return max(1, -(-count // self._config.workers))
-
     async def _score_share(
-        self,
-        asked: tuple[Task, bytes],
-        mine: Sequence[int],
-        verdicts: list[Scored | None],
-    ) -> list[int]:
+        self, frame: bytes, mine: Sequence[_Place], verdicts: dict[_Place, Scored]
+    ) -> list[_Place]:
         """Fill in verdicts; the episodes still to do when the child had to be killed."""
         child = self._idle.pop() if self._idle else await self._spawn()
-        frame = pickle.dumps(asked)
-        left = list(mine)
+        child.begin()
         try:
             assert child.running.stdin is not None
             child.running.stdin.write(FRAME.pack(len(frame)) + frame)
             await child.running.stdin.drain()
-            while left:
-                told = child.next_answer()
-                if told is None:
-                    async with asyncio.timeout(self._config.timeout_s + _GRACE_S * child.is_async):
-                        told = await self._receive(child)
-                scored = Scored(told["reward"], told["reason"], told["details"], told["seconds"])
-                index = mine[told["index"]]
-                verdicts[index] = scored
-                left.remove(index)
-                self._note(scored.seconds)
+            await self._await_verdicts(child, mine, verdicts)
         except (TimeoutError, EOFError, ConnectionError) as error:
+            self._take(child, mine, verdicts)
             reason = await self._reason_of_end(child, error)
-            # Together, nobody can tell which of them held up the others.
-            culprits = left if child.is_async else left[:1]
-            for index in culprits:
-                verdicts[index] = Scored(None, reason)
-            return left[len(culprits) :]
+            left = [place for place in mine if place not in verdicts]
+            # Together, nobody can tell which of a group's episodes held up the others.
+            culprits = [p for p in left if child.is_async and p[0] == left[0][0]] or left[:1]
+            seconds = self._config.timeout_s if isinstance(error, TimeoutError) else 0.0
+            for place in culprits:
+                verdicts[place] = Scored(None, reason, seconds=seconds)
+            return [place for place in left if place not in culprits]
         except BaseException:  # cancelled: the child is in the middle of something
             await self._kill(child)
             raise
         self._idle.append(child)
         return []
+
+    async def _await_verdicts(
+        self, child: _Child, mine: Sequence[_Place], verdicts: dict[_Place, Scored]
+    ) -> None:
+        """Until the child says it is done.
+
+        Raises:
+            TimeoutError: One episode has taken longer than it may.
+            EOFError: The child is gone.
+        """
+        limit_s = self._config.timeout_s + _GRACE_S * child.is_async
+        deadline = time.monotonic() + limit_s  # the clock of asyncio's loop, and of the child
+        done = asyncio.ensure_future(self._receive(child))
+        try:
+            while not (await asyncio.wait({done}, timeout=deadline - time.monotonic()))[0]:
+                latest = self._take(child, mine, verdicts)
+                if latest + limit_s <= deadline:
+                    raise TimeoutError
+                deadline = latest + limit_s
+            await done
+        finally:
+            done.cancel()
+        self._take(child, mine, verdicts)
+
+    def _take(self, child: _Child, mine: Sequence[_Place], verdicts: dict[_Place, Scored]) -> float:
+        """Read what the child has written; when it wrote last, 0 if it wrote nothing."""
+        told = child.new_verdicts()
+        for index, _, verdict in told:
+            scored = verdicts[mine[index]] = Scored(*verdict)
+            self._note(scored.seconds)
+        return told[-1][1] if told else 0.0
 
     def _note(self, seconds: float) -> None:
         old = seconds if self._seconds is None else self._seconds
@@ -187,17 +257,19 @@ class RewardRunner:
 
     async def _spawn(self) -> _Child:
         root = str(Path(areal_ray.__file__).parents[1])
+        verdicts = _open_shared_file()
         running = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
             _START,
             root,
-            self._settings,
+            json.dumps({**self._settings, "verdicts": verdicts.fileno()}),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            pass_fds=(verdicts.fileno(),),
             start_new_session=True,  # so that it can be killed with all it started
         )
-        child = _Child(running, is_async=False)
+        child = _Child(running, verdicts)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 told = await self._receive(child)
@@ -222,11 +294,8 @@ class RewardRunner:
 
     async def _receive(self, child: _Child) -> dict[str, Any]:
         assert child.running.stdout is not None
-        while (told := child.next_answer()) is None:
-            arrived = await child.running.stdout.read(_READ_BYTES)
-            if not arrived:
-                raise EOFError("the scoring process closed its pipe")
-            child.unread += arrived
+        (length,) = FRAME.unpack(await child.running.stdout.readexactly(FRAME.size))
+        told: dict[str, Any] = json.loads(await child.running.stdout.readexactly(length))
         return told
 
     async def _kill(self, child: _Child) -> None:
@@ -235,3 +304,4 @@ class RewardRunner:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.running.pid, signal.SIGKILL)
         await child.running.wait()  # reaped: no zombie stays
+        child.verdicts.close()

@@ -1,9 +1,10 @@
 """The child process that runs reward functions; the parent side is `runner.py`.
 
 Started by the runner, told what to import on its command line. It reads frames from standard input
-(pickled task and encoded group: the parent is trusted) and answers on a pipe of its own with
-JSON, one frame an episode, so that nothing the reward leaves behind is ever unpickled. What the
-reward prints goes to standard error.
+(pickled tasks and encoded groups: the parent is trusted). Each verdict is written at once to a file
+that the two share, which wakes nobody; a frame on a pipe tells the parent when all are there. Both
+carry JSON, so that nothing the reward leaves behind is ever unpickled. What the reward prints goes
+to standard error.
 """
 
 import asyncio
@@ -18,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, replace
 from typing import Any, BinaryIO
 
 from areal_ray.core.imports import resolve
@@ -36,7 +36,8 @@ def main(settings: str) -> None:
     """Serve until standard input closes.
 
     Args:
-        settings: JSON with score, args, search, timeout_s and memory_bytes.
+        settings: JSON with score, args, search, timeout_s, memory_bytes and verdicts, the number
+            of the shared file.
     """
     asked = json.loads(settings)
     incoming, outgoing = _claim_pipes()
@@ -52,19 +53,37 @@ def main(settings: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (asked["memory_bytes"], asked["memory_bytes"]))
     is_async = inspect.iscoroutinefunction(reward)
     _send(outgoing, {"ready": True, "is_async": is_async})
+    os.set_inheritable(asked["verdicts"], False)  # what the reward starts has no business there
     while (frame := _receive(incoming)) is not None:
-        task, payload = pickle.loads(frame)
-        trajectories = decode_group(payload).trajectories
+        verdicts = _Verdicts(asked["verdicts"])
+        for task, payload in pickle.loads(frame):
+            trajectories = decode_group(payload).trajectories
+            call = _caller(reward, task, asked["args"])
+            if is_async:
+                asyncio.run(_score_together(call, trajectories, asked["timeout_s"], verdicts))
+            else:
+                for index, trajectory in enumerate(trajectories):
+                    started = time.monotonic()
+                    verdicts.add(index, _score_one(call, trajectory), started)
+            verdicts.first += len(trajectories)
+        _send(outgoing, {})
 
-        def tell(index: int, scored: Scored) -> None:
-            _send(outgoing, {"index": index, **asdict(scored)})
 
-        call = _caller(reward, task, asked["args"])
-        if is_async:
-            asyncio.run(_score_together(call, trajectories, asked["timeout_s"], tell))
-        else:
-            for index, trajectory in enumerate(trajectories):
-                tell(index, _score_one(call, trajectory))
+class _Verdicts:
+    """The verdicts on one frame, a line each, in the file shared with the parent."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._end = 0
+        self.first = 0
+        """Place in the frame of the group's first episode."""
+
+    def add(self, index: int, scored: Scored, started: float) -> None:
+        """The verdict on an episode of the group, begun at `started`."""
+        now = time.monotonic()
+        verdict = (scored.reward, scored.reason, scored.details, now - started)
+        line = json.dumps((self.first + index, now, verdict)).encode() + b"\n"
+        self._end += os.pwrite(self._file, line, self._end)
 
 
 def _caller(reward: Any, task: Task, args: dict[str, Any]) -> Callable[[Trajectory], Any]:
@@ -72,22 +91,20 @@ def _caller(reward: Any, task: Task, args: dict[str, Any]) -> Callable[[Trajecto
 
 
 def _score_one(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Scored:
-    started = time.monotonic()
     try:
         returned = call(trajectory)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_await(returned))
-        scored = read_returned(returned)
+        return read_returned(returned)
     except (Exception, SystemExit) as error:  # user code: its failure is data
-        scored = Scored(None, _reason(error))
-    return replace(scored, seconds=time.monotonic() - started)
+        return Scored(None, _reason(error))
 
 
 async def _score_together(
     call: Callable[[Trajectory], Any],
     trajectories: Sequence[Trajectory],
     timeout_s: float,
-    tell: Callable[[int, Scored], None],
+    verdicts: _Verdicts,
 ) -> None:
     async def one(index: int, trajectory: Trajectory) -> None:
         started = time.monotonic()
@@ -97,7 +114,7 @@ async def _score_together(
         except (Exception, SystemExit) as error:  # user code: its failure is data
             overran = f"the reward exceeded {timeout_s:g} s"
             scored = Scored(None, overran if limit.expired() else _reason(error))
-        tell(index, replace(scored, seconds=time.monotonic() - started))
+        verdicts.add(index, scored, started)
 
     await asyncio.gather(*(one(i, trajectory) for i, trajectory in enumerate(trajectories)))
 

@@ -8,9 +8,10 @@ run_group waits for: the agents and the rollout fleet; bounded by agent.timeout_
 """
 
 import asyncio
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ class AgentActor:
 
     async def _attempt(self, task: Task, group_id: str, episode_id: str, seed: int) -> _Attempt:
         recorder = Recorder(self._template)
-        client = ChatClient(recorder, self._sampler(group_id, episode_id, seed), self._limits)
+        sample = functools.partial(self._sample, (group_id, episode_id), seed)
+        client = ChatClient(recorder, sample, self._limits)
         self._num_episodes += 1
         try:
             end = await run_episode(self._agent, task, client, self._config)
@@ -221,20 +223,23 @@ class AgentActor:
             )
         return _Attempt(end, tuple(trajectories), recorder.num_turns, recorder.splits)
 
-    def _sampler(self, group_id: str, episode_id: str, seed: int) -> Callable[..., Any]:
-        async def sample(
-            prompt_ids: NDArray[np.int32], max_new_tokens: int, turn_id: int
-        ) -> GenerationResult:
-            request = GenerationRequest(
-                request_id=f"{episode_id}#{turn_id}",
-                prompt_ids=prompt_ids,
-                sampling=self._sampling_of(max_new_tokens),
-                seed=derive_seed(seed, turn_id),
-                prefix_key=group_id,
-            )
-            return await self._rollouts.generate(request)
-
-        return sample
+    def _sample(
+        self,
+        names: tuple[str, str],
+        seed: int,
+        prompt_ids: NDArray[np.int32],
+        max_new_tokens: int,
+        turn_id: int,
+    ) -> Awaitable[GenerationResult]:
+        group_id, episode_id = names
+        request = GenerationRequest(
+            request_id=f"{episode_id}#{turn_id}",
+            prompt_ids=prompt_ids,
+            sampling=self._sampling_of(max_new_tokens),
+            seed=derive_seed(seed, turn_id),
+            prefix_key=group_id,
+        )
+        return self._rollouts.generate(request)
 
     def _sampling_of(self, max_new_tokens: int) -> SamplingConfig:
         known = self._sampling.get(max_new_tokens)
@@ -265,9 +270,8 @@ def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:
             end, outcome=Outcome.AGENT_ERROR, reason="the agent ended without a model call"
         )
     if recorder.last_stop_reason is StopReason.LENGTH:
-        return replace(
-            end, outcome=Outcome.TRUNCATED, reason="the last turn reached its token limit"
-        )
+        reason = "the last turn reached its token limit"
+        return EpisodeEnd(Outcome.TRUNCATED, reason, end.reward, end.seconds)
     return end
 
 
@@ -284,17 +288,16 @@ def _summary(
             seconds[place] = seconds.get(place, 0.0) + spent_s
         if attempt.splits:
             splits.update(attempt.splits)
-    sampled = [np.zeros(0, np.int32), *(t.versions[t.loss_mask] for t in usable)]
-    versions = np.concatenate(sampled)
+    versions = np.zeros(0, np.int32)
+    if usable:
+        mask = np.concatenate([t.loss_mask for t in usable])
+        versions = np.concatenate([t.versions for t in usable])[mask]
     return GroupSummary(
         group_id=group_id,
         task_id=task_id,
         num_usable=sum(a.end.outcome.is_scored for a in attempts),
-        oldest_version=int(versions.min()) if len(versions) else -1,
-        newest_version=int(versions.max()) if len(versions) else -1,
+        versions=tuple(np.unique(versions).tolist()),
         num_tokens=sum(len(t.token_ids) for t in usable),
-        longest_tokens=max((len(t.token_ids) for t in usable), default=0),
-        shared_prefix_tokens=_shared_prefix(usable),
         num_sampled_tokens=len(versions),
         num_turns=sum(a.num_turns for a in attempts),
         payload_bytes=0,
@@ -303,13 +306,3 @@ def _summary(
         splits=dict(splits),
         seconds=seconds,
     )
-
-
-def _shared_prefix(usable: Sequence[Trajectory]) -> int:
-    """Leading prompt tokens that are the same in all trajectories."""
-    if not usable:
-        return 0
-    length = min(t.num_prompt_tokens for t in usable)
-    prompts = np.stack([t.token_ids[:length] for t in usable])
-    differs = np.flatnonzero((prompts != prompts[0]).any(axis=0))
-    return int(differs[0]) if len(differs) else length

@@ -5,8 +5,12 @@ connect waits for the cluster's head and for cluster.n_nodes nodes; bounded by d
 
 import os
 import re
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ RAY_SERIES = "2.60"
 """The Ray this is written for: major and minor version."""
 
 _PROBE_S = 10.0
+_forking = threading.local()
 
 _LOCAL_ENV = {
     # Workers run at niceness 15 otherwise: anything else on the machine would starve the engines.
@@ -98,13 +103,38 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     tries = 2 if address is None else 1
     for attempt in range(1, tries + 1):
         try:
-            ray.init(address=address or "local", **options)
+            with _groups_of_their_own():
+                ray.init(address=address or "local", **options)
         except Exception as error:  # Ray raises a bare Exception where a node is slow to start
             ray.shutdown()
             if attempt == tries:
                 raise PlacementError(_why_not(error, address)) from error
         else:
             return
+
+
+@contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """Processes that this thread starts meanwhile leave our process group.
+
+    A signal to the whole group (Ctrl-C, `timeout`, a batch system) is ours to answer: we stop in
+    order, and need Ray for it. Ray's processes still end with us, however we end.
+    """
+    _forking.is_apart = True
+    try:
+        yield
+    finally:
+        _forking.is_apart = False
+
+
+def _leave_group() -> None:
+    if getattr(_forking, "is_apart", False):
+        os.setpgid(0, 0)
+        # The command line blocks them for itself; Ray is ended by SIGTERM.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+
+
+os.register_at_fork(after_in_child=_leave_group)
 
 
 def _mute() -> None:

@@ -1,7 +1,7 @@
 """Spawning actors, and calling them so that every failure names the actor and the cause."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,7 @@ class Fleet:
         self.handles = dict(handles)
         self._calls = dict.fromkeys(self.handles, 0)
         self._returns: dict[str, asyncio.Task[None]] = {}
+        self._methods: dict[tuple[str, str, int], Any] = {}
 
     def names(self) -> list[str]:
         """Names of the members."""
@@ -185,16 +186,29 @@ class Fleet:
 
     async def submit_payload(self, member: str, method: str, *args: Any) -> tuple[Any, Any]:
         """Call a method that returns (summary, payload); the payload stays a reference."""
+        summary, (payload,) = await self.submit_payloads(member, method, 1, *args)
+        return summary, payload
+
+    async def submit_payloads(
+        self, member: str, method: str, count: int, *args: Any
+    ) -> tuple[Any, Sequence[Any]]:
+        """Call a method that returns a summary and so many payloads, which stay references."""
         self._calls[member] += 1
         try:
-            remote = getattr(self.handles[member], method).options(num_returns=2)
-            summary, payload = remote.remote(*args)
-            return await call(member, summary), payload
+            summary, *payloads = self._returning(member, method, 1 + count).remote(*args)
+            return await call(member, summary), payloads
         except ActorLost:
             self._miss(member)
             raise
         finally:
             self._calls[member] -= 1
+
+    def _returning(self, member: str, method: str, count: int) -> Any:
+        """The remote method with so many results; Ray would build it anew for each call."""
+        key = (member, method, count)
+        if key not in self._methods:
+            self._methods[key] = getattr(self.handles[member], method).options(num_returns=count)
+        return self._methods[key]
 
     async def broadcast(self, method: str, *args: Any) -> list[Any]:
         """Call every member and await all answers; the first failure is raised."""

@@ -6,9 +6,10 @@ Waits for: the other ranks, in every step; bounded by learner.engine.collective_
 """
 
 import asyncio
+import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -149,7 +150,7 @@ class LearnerActor:
     def _train_step(self, share: Share, version: int, oldest_version: int) -> StepStats:
         groups = iter(self._fetch([group for part in share for group in part]))
         minibatches = [[next(groups) for _ in part] for part in share]
-        return self._ready().train_step(minibatches, version, oldest_version)
+        return _with_memory(self._ready().train_step(minibatches, version, oldest_version))
 
     def _fetch(self, wanted: Sequence[tuple[Any, JournalPlace | None]]) -> list[Group]:
         try:  # all at once: small payloads come from the driver, a round trip each
@@ -173,7 +174,7 @@ class LearnerActor:
 
     def _sft_step(self, phase: int, step: int) -> StepStats:
         assert self._sft is not None, "only a run of kind sft has phases"
-        return self._ready().sft_step(self._sft.batch(phase, step))
+        return _with_memory(self._ready().sft_step(self._sft.batch(phase, step)))
 
     async def sft_evaluate(self, phase: int) -> SftEvaluation:
         """Teacher-forced scores on the held-out examples of a phase."""
@@ -249,3 +250,8 @@ class LearnerActor:
 
     async def _on(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+
+def _with_memory(stats: StepStats) -> StepStats:
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(stats, metrics={**stats.metrics, "learner/memory_bytes": float(peak_bytes)})

@@ -41,6 +41,8 @@ class PublishReport:
     seconds: float
     stage_s: float
     """Until every byte was verified; engines sample meanwhile."""
+    swap_s: float
+    """From there until every replica swapped."""
     engine_idle_s: float
     """Longest standstill of an engine."""
     bytes: int
@@ -164,11 +166,13 @@ class ParamSyncActor:
             staged, payload = await self._stage_payload(self._plan, version)
         stage_s = time.perf_counter() - started_s
         idle_s = await self._swap(staged, version)
+        swap_s = time.perf_counter() - started_s - stage_s
         self._committed = Committed(version, self._plan, payload)
         return PublishReport(
             version=version,
             seconds=time.perf_counter() - started_s,
             stage_s=stage_s,
+            swap_s=swap_s,
             engine_idle_s=max(idle_s.values(), default=0.0),
             bytes=self._plan.total_bytes,
             replicas=tuple(idle_s),

@@ -34,6 +34,8 @@ _PROBE_EVERY_S = 0.25
 class _Pending:
     request: GenerationRequest
     future: "asyncio.Future[GenerationResult]"
+    due_s: float
+    """On the loop's clock; then it is given up."""
     tries: int = 0
 
 
@@ -86,6 +88,8 @@ class RolloutClient:
         self._max_tries = max_tries
         self._homes: OrderedDict[str, _Lane] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
+        self._alarm: asyncio.TimerHandle | None = None
+        """Rings when the turn that waits for the longest is due."""
         self.num_submits = 0
         self.num_collects = 0
 
@@ -102,14 +106,13 @@ class RolloutClient:
             EngineError: The engine refused the request.
             ActorLost: Replicas kept dying under it.
         """
-        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        pending = _Pending(request, loop.create_future(), loop.time() + self._deadline_s)
         self._route(pending)
+        if self._alarm is None:  # one for all: a timer a turn costs more than all else here
+            self._alarm = loop.call_at(pending.due_s, self._end_overdue)
         try:
-            # A bare wait_for would start a task of its own for each turn.
-            async with asyncio.timeout(self._deadline_s):
-                result = await pending.future
-        except TimeoutError:
-            raise DeadlineExceeded(self._overdue(request.request_id)) from None
+            result = await pending.future
         finally:
             self._forget(request.request_id)
         if result.error:
@@ -118,6 +121,8 @@ class RolloutClient:
 
     async def close(self) -> None:
         """Stop collecting; turns still under way are aborted."""
+        if self._alarm is not None:
+            self._alarm.cancel()
         for lane in self._lanes:
             if lane.pending:
                 lane.replica.abort.remote(list(lane.pending))
@@ -154,10 +159,9 @@ class RolloutClient:
         return least
 
     def _forget(self, request_id: str) -> None:
-        """Drop a turn that is no longer awaited, and have its replica end it."""
+        """Drop a turn that is no longer awaited; its replica ends it unless it has answered."""
         for lane in self._lanes:
-            pending = lane.pending.pop(request_id, None)
-            if pending is None or (pending.future.done() and not pending.future.cancelled()):
+            if lane.pending.pop(request_id, None) is None:
                 continue
             lane.outbox = [r for r in lane.outbox if r.request_id != request_id]
             lane.replica.abort.remote([request_id])
@@ -280,6 +284,16 @@ class RolloutClient:
             )
         else:
             self._route(pending)
+
+    def _end_overdue(self) -> None:
+        loop = asyncio.get_running_loop()
+        waiting = [p for lane in self._lanes for p in lane.pending.values() if not p.future.done()]
+        for pending in waiting:
+            if pending.due_s <= loop.time():
+                error = DeadlineExceeded(self._overdue(pending.request.request_id))
+                pending.future.set_exception(error)
+        due_s = min((p.due_s for p in waiting if not p.future.done()), default=None)
+        self._alarm = None if due_s is None else loop.call_at(due_s, self._end_overdue)
 
     def _overdue(self, request_id: str) -> str:
         lane = next((lane for lane in self._lanes if request_id in lane.pending), None)

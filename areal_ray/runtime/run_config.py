@@ -49,8 +49,6 @@ class EvaluationConfig(Config):
     """Evaluate after every so many steps, and after the last. 0 = after the last only."""
     before: bool = True
     """Also evaluate the initial weights."""
-    limit: int | None = Field(None, ge=1)
-    """Tasks at most, the first of the source. null = all."""
     n_samples: int = Field(1, ge=1)
     """Episodes a task. Above 1, accuracy is their mean and pass@n is reported too."""
     sampling: SamplingConfig | None = None

@@ -1,6 +1,7 @@
 """The four services as the driver sees them: fleets of actors behind a few awaited methods."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,12 @@ from areal_ray.runtime.param_sync_actor import Committed, PublishReport
 
 _RETRY_S = 1.0
 _SCORE_TRIES = 3
+_LINGER_S = 0.01
+_MOST_GROUPS = 16
+"""In one call."""
+_QUICK_S = 0.02
+_FORGET = 0.9
+"""Share of a slow episode's time that is still believed after one more group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +98,33 @@ class AgentService:
         self.fleet.handles[first].dump_episodes.remote(list(payloads), step)
 
 
+class _Batch:
+    """Groups that go to a reward actor in one call."""
+
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []
+        self.payloads: list[ObjectRef] = []
+        self.call: asyncio.Future[tuple[Sequence[ScoreSummary], Sequence[ObjectRef]]]
+
+    def add(self, lease: Lease, payload: ObjectRef) -> int:
+        """The group's place in the call."""
+        self.leases.append(lease)
+        self.payloads.append(payload)
+        return len(self.leases) - 1
+
+
 class RewardService:
-    """Reward actors: score a group's episodes and write the group to the journal."""
+    """Reward actors: score a group's episodes and write the group to the journal.
+
+    A call costs more than a quick reward does, so where the reward has been quick of late, groups
+    that end within `_LINGER_S` of each other share one. A slow one would hold up the others.
+    """
 
     def __init__(self, fleet: Fleet, tracker: Tracker) -> None:
         self.fleet = fleet
         self._tracker = tracker
+        self._slowest_s = math.inf  # of one episode, lately; inf = none was scored yet
+        self._open: _Batch | None = None
 
     async def score_group(self, lease: Lease, payload: ObjectRef) -> tuple[ScoreSummary, ObjectRef]:
         """The same group with rewards.
@@ -105,20 +133,61 @@ class RewardService:
             ActorLost: The reward actor died, or the payload died with its node.
         """
         try:
-            for _ in range(_SCORE_TRIES - 1):  # the same answer each time, so it may be asked again
+            with suppress(ActorLost):  # the same answer each time, so it may be asked again
+                return await (
+                    self._score_with_others(lease, payload)
+                    if self._slowest_s < _QUICK_S
+                    else self._score_alone(lease, payload)
+                )
+            for _ in range(_SCORE_TRIES - 2):
                 with suppress(ActorLost):
-                    return await self._score_group(lease, payload)
-            return await self._score_group(lease, payload)
+                    return await self._score_alone(lease, payload)
+            return await self._score_alone(lease, payload)
         finally:
             self._tracker.leave(lease.group_id)
 
-    async def _score_group(
+    async def _score_alone(
         self, lease: Lease, payload: ObjectRef
     ) -> tuple[ScoreSummary, ObjectRef]:
-        self._tracker.enter(lease.group_id, "reward", "restart")
+        batch = _Batch()
+        batch.add(lease, payload)
+        (summary,), (scored,) = await self._send(batch)
+        return summary, scored
+
+    async def _score_with_others(
+        self, lease: Lease, payload: ObjectRef
+    ) -> tuple[ScoreSummary, ObjectRef]:
+        batch = self._open
+        if batch is None:
+            batch = self._open = _Batch()
+            batch.call = asyncio.ensure_future(self._send_soon(batch))
+        place = batch.add(lease, payload)
+        if len(batch.leases) == _MOST_GROUPS:
+            self._open = None
+        self._tracker.enter(lease.group_id, "reward", "the next call")
+        summaries, payloads = await asyncio.shield(batch.call)
+        return summaries[place], payloads[place]
+
+    async def _send_soon(self, batch: _Batch) -> tuple[Sequence[ScoreSummary], Sequence[ObjectRef]]:
+        await asyncio.sleep(_LINGER_S)
+        if self._open is batch:
+            self._open = None
+        return await self._send(batch)
+
+    async def _send(self, batch: _Batch) -> tuple[Sequence[ScoreSummary], Sequence[ObjectRef]]:
+        for lease in batch.leases:
+            self._tracker.enter(lease.group_id, "reward", "restart")
         member = await self.fleet.least_busy()
-        self._tracker.enter(lease.group_id, member, "reward")
-        return await self.fleet.submit_payload(member, "score_group", payload, lease.task)
+        for lease in batch.leases:
+            self._tracker.enter(lease.group_id, member, "reward")
+        tasks = [lease.task for lease in batch.leases]
+        summaries, payloads = await self.fleet.submit_payloads(
+            member, "score_many", len(tasks), tasks, *batch.payloads
+        )
+        for summary in summaries:
+            believed = self._slowest_s * _FORGET if self._slowest_s < math.inf else 0.0
+            self._slowest_s = max(summary.slowest_s, believed)
+        return summaries, payloads
 
 
 class LearnerService:

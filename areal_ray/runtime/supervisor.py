@@ -29,6 +29,8 @@ class FleetReading:
     sampled_tokens: int
     busy_s: float
     idle_for_swap_s: float
+    version_spread: int
+    """Newest less oldest version that replicas sample from."""
 
     def since(self, before: "FleetReading") -> dict[str, float]:
         """Metrics of the time between two readings."""
@@ -39,6 +41,7 @@ class FleetReading:
         swap_s = max(0.0, self.idle_for_swap_s - before.idle_for_swap_s) / replicas
         return {
             "rollout/replicas": self.replicas,
+            "rollout/version_spread_versions": self.version_spread,
             "rollout/running_requests": self.running,
             "rollout/waiting_requests": self.waiting,
             "rollout/busy_fraction": min(1.0, busy_s / wall_s),
@@ -55,8 +58,8 @@ class Look:
 
     events: tuple[str, ...]
     """A line for each actor that died, came back or fell silent."""
-    returns: tuple[str, ...]
-    """Of these, the actors that were restarted."""
+    returns: dict[str, str]
+    """Of these, those of actors that were restarted: name -> line."""
     reading: FleetReading | None
 
 
@@ -79,7 +82,7 @@ class Supervisor:
             )
         )
         events: list[str] = []
-        returns: list[str] = []
+        returns: dict[str, str] = {}
         engines: list[RolloutHealth] = []
         for name, answer in answers:
             if isinstance(answer, str):
@@ -88,24 +91,26 @@ class Supervisor:
                     events.append(answer)
                 continue
             returned = self._compare(name, answer)
-            events += returned
-            returns += returned
+            if returned:
+                events.append(returned)
+                returns[name] = returned
             if isinstance(answer, RolloutHealth) and name in self._rollouts.handles:
                 engines.append(answer)
-        return Look(tuple(events), tuple(returns), _reading(engines) if engines else None)
+        return Look(tuple(events), returns, _reading(engines) if engines else None)
 
-    def _compare(self, name: str, health: Any) -> list[str]:
+    def _compare(self, name: str, health: Any) -> str:
+        """A line if the actor was restarted since the last look."""
         before = self._incarnations.get(name)
         self._incarnations[name] = health.incarnation
         was_silent = name in self._silent
         self._silent.discard(name)
         if before is None or before == health.incarnation:
-            return []
+            return ""
         where = ""
         if isinstance(health, RolloutHealth):
             where = f" at version {health.engine.version}"
         lost = "" if was_silent else " died,"
-        return [f"{name}{lost} was restarted and is back{where}"]
+        return f"{name}{lost} was restarted and is back{where}"
 
     async def _ask(self, fleet: Fleet, name: str) -> tuple[str, Any]:
         try:
@@ -121,6 +126,7 @@ class Supervisor:
 
 def _reading(healths: Sequence[RolloutHealth]) -> FleetReading:
     engines = [health.engine for health in healths]
+    versions = [engine.version for engine in engines]
     return FleetReading(
         at_s=time.monotonic(),
         replicas=len(engines),
@@ -129,4 +135,5 @@ def _reading(healths: Sequence[RolloutHealth]) -> FleetReading:
         sampled_tokens=sum(engine.sampled_tokens for engine in engines),
         busy_s=sum(engine.busy_s for engine in engines),
         idle_for_swap_s=sum(engine.idle_for_swap_s for engine in engines),
+        version_spread=max(versions) - min(versions),
     )

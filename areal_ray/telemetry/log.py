@@ -6,7 +6,9 @@ The environment is read elsewhere (cli, runtime/cluster); this module gets the s
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 LOG_FILE = "log.txt"
@@ -55,26 +57,48 @@ class _CurrentStderr:
         sys.stderr.flush()
 
 
-def set_up_logging(
-    folder: Path | None, *, run: str, actor: str = "driver", secrets: Iterable[str] = ()
-) -> None:
-    """Send this process's log to log.txt in `folder` and warnings to the console.
+class _OfRun(logging.Filter):
+    """Passes the lines of one run, and those of code that belongs to none."""
 
-    Calling it again replaces what it set up before. Actors pass no folder: Ray brings their
-    console lines to the driver.
+    def __init__(self, key: object) -> None:
+        super().__init__()
+        self._key = key
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return _writing.get() in (self._key, None)
+
+
+_writing: ContextVar[object] = ContextVar("areal_ray_run", default=None)
+"""Which run the code at hand works for: set in a run's thread, inherited by its tasks."""
+
+
+@contextmanager
+def run_log(folder: Path, *, run: str, secrets: Iterable[str] = ()) -> Iterator[None]:
+    """Send what this thread and its tasks log to log.txt in `folder`, warnings to the console too.
+
+    Runs of one process keep apart, side by side or one within the other. A thread that the run
+    starts must be given its context (`contextvars.copy_context`).
     """
-    logger = logging.getLogger(_PACKAGE)
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    key = object()
     console = logging.StreamHandler(_CurrentStderr())
     console.setLevel(logging.WARNING)
-    handlers: list[logging.Handler] = [console]
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(folder / LOG_FILE, encoding="utf-8"))
-    for handler in handlers:
-        handler.setFormatter(RunFormatter(run, actor, secrets))
-        logger.addHandler(handler)
+    handlers: list[logging.Handler] = [
+        console,
+        logging.FileHandler(folder / LOG_FILE, encoding="utf-8"),
+    ]
+    logger = logging.getLogger(_PACKAGE)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    for handler in handlers:
+        handler.setFormatter(RunFormatter(run, "driver", secrets))
+        handler.addFilter(_OfRun(key))
+        logger.addHandler(handler)
+    outer = _writing.set(key)
+    try:
+        yield
+    finally:
+        _writing.reset(outer)
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()

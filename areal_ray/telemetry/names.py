@@ -29,7 +29,7 @@ eval/loss | | last | The loss on held-out pairs.
 eval/margin_mean | | last | Reward of the better held-out answer less that of the worse.
 eval/wall_s | s | last | From the first held-out episode or pair to the last.
 
-staleness/mean_versions | versions | mean | Learner version - oldest behaviour version of a group.
+staleness/mean_versions | versions | mean | Learner version - oldest version trained on, by group.
 staleness/max_versions | versions | max | Largest staleness of a group trained in the step.
 staleness/bound_versions | versions | last | admission.max_head_offpolicyness; absent if unlimited.
 staleness/token_mean_versions | versions | mean | Mean staleness of the trained tokens.
@@ -66,7 +66,7 @@ learner/skipped_steps | steps | sum | 1 when the step took no update at all.
 learner/step_s | s | mean | Seconds of the train step.
 learner/proximal_s | s | mean | Seconds of the train step spent on proximal log-probs.
 learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over learner/step_s.
-learner/memory_bytes | bytes | max | Peak memory of a learner rank.
+learner/memory_bytes | bytes | max | Peak resident memory of the first rank; GPU memory apart.
 learner/token_accuracy_fraction | fraction | mean | SFT: targets that are the model's first choice.
 learner/pair_accuracy_fraction | fraction | mean | Trained pairs whose better answer scored higher.
 learner/kl_reference_nats | nats | mean | Estimated KL between policy and reference model.
@@ -83,15 +83,14 @@ mismatch/stale_ratio_max | | max | The largest of these.
 
 queue/depth_groups | groups | last | Finished groups waiting for the learner after it took its own.
 queue/dropped_groups | groups | sum | Groups too old at consumption, thrown away.
-queue/dropped_fraction | fraction | last | Dropped of all consumed so far.
+queue/dropped_fraction | fraction | last | Since the start: too old at consumption, of all consumed.
 queue/wait_s | s | mean | From a group's arrival to its consumption.
 
 admission/headroom_groups | groups | last | Groups that may start now.
 admission/running_groups | groups | last | Groups being rolled out.
-admission/admitted_groups | groups | sum | Groups started in the step.
+admission/admitted_groups | groups | sum | Groups started since the row before.
 admission/filtered_groups | groups | sum | Groups refused as they teach nothing (dynamic filter).
 admission/retried_groups | groups | sum | Groups started again after a failure.
-admission/escaped_groups | groups | sum | Groups taken beyond the usual count (escape of `wait`).
 
 ledger/admitted_groups | groups | last | Since the start; = trained + dropped + failed + in flight.
 ledger/trained_groups | groups | last | Since the start.
@@ -110,9 +109,8 @@ rollout/restarts | restarts | sum | Replicas that were replaced.
 rollout/version_spread_versions | versions | max | Newest less oldest version served in the fleet.
 
 publish/wall_s | s | mean | From the end of the update until the version is committed.
-publish/stage_s | s | mean | Seconds of a publish: moving buckets into staging memory.
-publish/verify_s | s | mean | Seconds of a publish: comparing digests.
-publish/swap_s | s | mean | Seconds of a publish: swapping.
+publish/stage_s | s | mean | Seconds of a publish: until every staged byte was verified.
+publish/swap_s | s | mean | Seconds of a publish: from there until every replica swapped.
 publish/engine_idle_s | s | mean | Seconds a replica stood still, mean over replicas.
 publish/bytes | bytes | sum | Bytes of one weight set, times the publishes.
 publish/bytes_per_s | bytes_per_s | mean | Bytes of one weight set over publish/stage_s.

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from areal_ray.core.journal import JOURNAL_FOLDER, resumption_lines
 from areal_ray.telemetry.charts import (
     NARROW,
     Point,
@@ -79,7 +80,7 @@ def write_report(run_folder: Path) -> Path:
             _time(steps),
             _flow(steps),
             _learner(steps),
-            _endings(summary, steps),
+            _endings(summary, steps, resumption_lines(run_folder / JOURNAL_FOLDER)),
             section(
                 "Sample episodes",
                 "Every token as the model saw it. Point at one for its id, log-prob, version and "
@@ -217,7 +218,7 @@ def _staleness(summary: Mapping[str, Any], steps: Rows) -> str:
             band=(float(bound), f"bound {bound}") if bound is not None else None,
         ) if _series(steps, "staleness/mean_versions") else "",
     )  # fmt: skip
-    note = "Learner version less the oldest version that sampled any token of the group."
+    note = "Learner version less the oldest version that sampled any trained token of the group."
     return section("Staleness", note, f'<div class="grid2">{charts}</div>' if charts else "")
 
 
@@ -275,7 +276,7 @@ def _learner(steps: Rows) -> str:
     return section("Learner", "", f'<div class="grid3">{charts}</div>' if charts else "")
 
 
-def _endings(summary: Mapping[str, Any], steps: Rows) -> str:
+def _endings(summary: Mapping[str, Any], steps: Rows, resumed: Sequence[str]) -> str:
     ledger = summary.get("ledger") or {}
     tables = ""
     if ledger.get("admitted"):
@@ -294,11 +295,16 @@ def _endings(summary: Mapping[str, Any], steps: Rows) -> str:
     if any(n for _, n in lines):
         told = _counts(lines)
         tables += f"<figure><h3>Episodes by outcome</h3>{told}</figure>"
-    replaced = "".join(f"<li>{escape(str(r))}</li>" for r in summary.get("replaced") or ())
-    listed = f"<h3 class=more>Actors lost and replaced</h3><ul>{replaced}</ul>" if replaced else ""
+    listed = _listed("Actors lost and replaced", summary.get("replaced") or ())
+    listed += _listed("Resumed from a checkpoint", resumed)
     note = "Nothing that could not be scored was trained on; a failure is never a reward of zero."
     grid = f'<div class="grid2">{tables}</div>' if tables else ""
     return section("How groups and episodes ended", note, grid + listed)
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(str(line))}</li>" for line in lines)
+    return f"<h3 class=more>{title}</h3><ul>{items}</ul>" if items else ""
 
 
 def _total(steps: Rows, name: str) -> int:

@@ -47,7 +47,10 @@ class RewardSummary:
 
 @dataclass(frozen=True, slots=True)
 class StalenessSummary:
-    """Learner version - oldest behaviour version, over trained groups."""
+    """Learner version - oldest behaviour version that was trained on, over trained groups.
+
+    Tokens that `at_consumption: mask` keeps out do not count, nor do groups that had no others.
+    """
 
     max: int | None = None
     mean: float | None = None

@@ -15,6 +15,7 @@ from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Group, Outcome, decode_group
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from areal_ray.errors import DeadlineExceeded
 from areal_ray.runtime.rollout_config import RolloutConfig
 from tests.support.tiny_models import write_tiny_model
 
@@ -96,8 +97,18 @@ def test_a_group_is_recorded_token_by_token_over_both_turns(stage):
         assert set(line.turn_ids[line.loss_mask]) == {0, 1}
         assert (line.versions[line.loss_mask] == 3).all()
         assert (line.behaviour_logprobs[line.loss_mask] < 0).all()
-        assert summary.shared_prefix_tokens == line.num_prompt_tokens
         assert {"model", "tool"} <= set(line.seconds)
+
+
+def test_a_turn_that_is_overdue_names_its_replica_and_is_ended_there(stage):
+    actor = stage.agent("two_turns", max_new_tokens=400, turn_timeout_s=0.02)
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.02 s for rollout-.*turn_timeout_s"):
+        stage.run(actor, ask())
+    assert stage.ray.get(actor.health.remote()).num_turns_pending == 0
+    deadline = time.monotonic() + 30
+    while any(stage.ray.get(r.health.remote()).engine.num_running for r in stage.replicas.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_siblings_differ_and_the_same_seed_repeats_them(stage):

@@ -108,6 +108,35 @@ def test_ctrl_c_ends_a_run_in_seconds_with_a_word_and_no_trace(stopped):
 
 
 @pytest.mark.timeout(400)
+def test_two_command_lines_of_one_name_at_once_are_one_run_and_one_refusal(tmp_path):
+    two = [
+        subprocess.Popen(
+            train(tmp_path, "steps=2"),
+            cwd=ROOT,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ends = []
+    try:
+        for child in two:
+            out = child.communicate(timeout=180)[0]
+            ends.append((child.returncode, out))
+    finally:
+        for child in two:
+            child.kill()
+    (done, _), (refused, told) = sorted(ends)
+    assert (done, refused) == (0, 2), ends
+    assert "is going on in another process" in told
+    assert len(told.strip().splitlines()) == 1
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("finished", 2)
+
+
+@pytest.mark.timeout(400)
 def test_a_stopped_run_is_resumed_where_it_was(stopped):
     fileroot = stopped[0]
     done = json.loads((fileroot / "r" / "summary.json").read_text())["steps"]

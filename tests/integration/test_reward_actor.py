@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from areal_ray.core.journal import read_group_bytes
+from areal_ray.core.ledger import Lease
 from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Group, Outcome, Trajectory, decode_group, encode_group
 from areal_ray.errors import DeadlineExceeded, RecipeError
 from areal_ray.rewards.reward import RewardConfig
-from areal_ray.rewards.runner import RewardRunner
+from areal_ray.rewards.runner import Asked, RewardRunner
+from areal_ray.runtime.fleet import Fleet
 from areal_ray.runtime.reward_actor import RewardActor
+from areal_ray.runtime.services import RewardService, Tracker
 
 TASK = Task("t", ({"role": "user", "content": "x"},), answer=1)
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -95,6 +98,32 @@ def test_whatever_a_reward_does_costs_its_own_episode_and_nothing_else():
     assert told[0].details == {"said": "ok"}
 
 
+@pytest.mark.parametrize(
+    ("function", "bad", "reason"),
+    [
+        ("as_said", "hang", "the reward exceeded 1 s"),
+        ("as_said", "die", "the scoring process died (SIGKILL)"),
+        ("async_as_said", "hang", "the reward exceeded 1 s"),
+    ],
+)
+def test_groups_that_reach_a_child_together_lose_only_the_bad_episode(function, bad, reason):
+    texts = (("ok", "ok"), ("ok", bad, "ok"), ("ok",))
+
+    async def run() -> list[list[Any]]:
+        runner = RewardRunner(config(function, timeout_s=1.0), [ROOT])
+        try:
+            while not runner.is_quick:
+                await runner.score(TASK, said("ok"))
+            return await runner.score_groups([Asked(TASK, said(*group)) for group in texts])
+        finally:
+            await runner.close()
+
+    told = asyncio.run(run())
+    good = [[text == "ok" for text in group] for group in texts]
+    assert [[v.reward == 1.0 for v in group] for group in told] == good
+    assert told[1][1].reason == reason
+
+
 def test_a_reward_that_wants_too_much_memory_is_unscored_and_the_next_one_is_fine():
     told, _ = score(config("as_said", memory_bytes=2 * 2**30), said("memory", "ok"))
     assert told[0].reward is None
@@ -167,6 +196,24 @@ def test_a_scored_group_has_rewards_and_outcomes_filled_in_and_lies_in_the_journ
     assert read_group_bytes(tmp_path, summary.place) == payload
 
 
+def test_groups_of_one_call_are_scored_and_journaled_each_for_itself(tmp_path):
+    texts = (("ok", "raise"), ("raise", "raise", "ok"))
+    groups = [Group(g, "t", tuple(said(*t))) for g, t in zip("ab", texts, strict=True)]
+    actor = RewardActor("reward-0", config("as_said"), search=[ROOT], journal=str(tmp_path))
+
+    async def run() -> tuple[Any, ...]:
+        try:
+            return await actor.score_many([TASK, TASK], *map(encode_group, groups))
+        finally:
+            await actor.close()
+
+    summaries, *payloads = asyncio.run(run())
+    assert [s.rewards for s in summaries] == [(1.0, None), (None, None, 1.0)]
+    for summary, payload, group in zip(summaries, payloads, groups, strict=True):
+        assert summary.group_id == decode_group(payload).group_id == group.group_id
+        assert read_group_bytes(tmp_path, summary.place) == payload
+
+
 def test_scoring_twice_gives_the_same_answer():
     group = Group("g", "t", tuple(said("ok", "raise")))
     first, second = run_actor(RewardActor("r", config("as_said"), search=[ROOT]), group, group)
@@ -216,3 +263,34 @@ def test_scoring_works_from_inside_a_ray_actor_and_after_it_was_killed(ray_sessi
     while living := living_descendants():
         assert time.monotonic() < deadline, living
         time.sleep(0.2)
+
+
+def test_quick_groups_share_a_call_and_a_killed_actor_costs_none_of_them(ray_session):
+    import ray
+
+    made = ray.remote(RewardActor).options(num_cpus=0, max_restarts=-1)
+    actor = made.remote("reward-0", config("as_said"), search=[ROOT])
+    leases = [Lease(0, replace(TASK, id=f"t{i}"), 0, 0) for i in range(5)]
+
+    async def score_all(rewards: RewardService) -> list[Any]:
+        group = encode_group(Group("g", "t", tuple(said("ok", "raise"))))
+        calls = [rewards.score_group(lease, ray.put(group)) for lease in leases]
+        return [summary for summary, _ in await asyncio.gather(*calls)]
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        rewards = RewardService(Fleet("reward", {"reward-0": actor}), Tracker())
+        for _ in range(20):
+            together = await score_all(rewards)
+            if len({summary.seconds for summary in together}) == 1:  # of the call, by groups
+                break
+        calls = asyncio.ensure_future(score_all(rewards))
+        await asyncio.sleep(0)
+        ray.kill(actor, no_restart=False)
+        return together, await calls
+
+    try:
+        together, after = asyncio.run(run())
+    finally:
+        ray.kill(actor)
+    assert len({summary.seconds for summary in together}) == 1
+    assert [summary.rewards for summary in together + after] == [(1.0, None)] * 10

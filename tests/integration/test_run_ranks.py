@@ -43,7 +43,7 @@ async def taught(runs: Runs, ranks: int) -> tuple[dict[str, float], list[dict[st
         rng = np.random.default_rng(0)
         groups = [random_group(rng, n, siblings=2 + n % 3) for n in range(8)]
         tickets = [
-            Ticket(g.group_id, g.task_id, ray.put(encode_group(g)), 0, 0, g.num_tokens)
+            Ticket(g.group_id, g.task_id, ray.put(encode_group(g)), (0,), g.num_tokens)
             for g in groups
         ]
         service = LearnerService(fleet, num_minibatches=2, seed=0)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.core.journal import read_ledger
 from tests.support.whole_runs import (
     Runs,
     assert_books_balance,
@@ -13,6 +14,7 @@ from tests.support.whole_runs import (
     staleness_of,
     steps_of,
     trained_tasks,
+    until,
     until_step,
 )
 
@@ -52,6 +54,9 @@ def test_a_stopped_run_goes_on_with_the_tasks_versions_and_counts_it_would_have_
     ended = counts.trained + counts.dropped + counts.failed + counts.in_flight
     assert counts.admitted == ended
     assert resumed.staleness.histogram == {"0": 24}
+    told = [r for r in read_ledger(folder / "journal") if r["event"] == "resumed"]
+    assert [(r["step"], r["version"]) for r in told] == [(before.steps, before.version)]
+    assert f"after step {before.steps}, at" in (folder / "report.html").read_text(encoding="utf-8")
     assert set().union(*map(staleness_of, episodes_of(folder))) == {0}
 
 
@@ -72,6 +77,22 @@ def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(
     assert any("resumes after step 5" in line for line in told)
     assert trained_tasks(folder)[:6] == trained_tasks(straight)
     assert resumed.ledger.trained == 28
+
+
+@pytest.mark.parametrize("stop_at", ["resumes after", "starting actors"])
+def test_a_resumption_stopped_before_it_trains_keeps_what_the_run_came_to(
+    runs: Runs, straight: Path, stop_at: str
+) -> None:
+    name = "halted-" + stop_at.split()[0]
+    shutil.copytree(straight, runs.folder / name, ignore=shutil.ignore_patterns(".lock"))
+    told: list[str] = []
+    handle = runs.start(name, *FIXED, "steps=9", resume=True, progress=Listener(told))
+    until(lambda: any(line.startswith(stop_at) for line in told), stop_at)
+    handle.stop()
+    summary = handle.wait(120)
+    assert (summary.outcome, summary.steps, summary.version) == ("stopped", 6, 6)
+    assert (summary.ledger.admitted, summary.ledger.trained) >= (24, 24)
+    assert summary.staleness.histogram == {"0": 24}
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed_and_says_so(runs: Runs) -> None:

@@ -56,15 +56,28 @@ def test_asynchronous_runs_overlap_and_never_exceed_their_bound(
             too_old[episode["step"]] += tokens_beyond(bound, episode)
         for row in rows[:-1]:  # the last step's episodes may not be written down before the end
             assert row["learner/masked_stale_tokens"] == too_old[row["step"]]
+            ages = trained_ages(bound, [e for e in episodes if e["step"] == row["step"]])
+            assert row["staleness/max_versions"] == max(ages)
+            assert row["staleness/mean_versions"] == pytest.approx(sum(ages) / len(ages))
+        assert sum(summary.staleness.histogram.values()) <= 40
     else:
         assert max(set().union(*map(staleness_of, episodes))) <= bound
-        assert summary.staleness.max <= bound
+    assert summary.staleness.max <= bound
     # An episode whose tokens carry two versions was under way while the learner took a step.
     assert any(first < last for first, last in (episode["versions"] for episode in episodes))
     counts = assert_books_balance(folder)
     if at_consumption != "drop":
         assert counts["dropped"] == 0
     assert counts["trained"] == 40
+
+
+def trained_ages(bound: int, episodes: list[dict[str, Any]]) -> list[int]:
+    """Largest staleness of a trained token, by group; groups masked as a whole have none."""
+    groups: dict[str, set[int]] = {}
+    for episode in episodes:
+        groups.setdefault(episode["group_id"], set()).update(staleness_of(episode))
+    young = [{age for age in ages if age <= bound} for ages in groups.values()]
+    return [max(ages) for ages in young if ages]
 
 
 def tokens_beyond(bound: int, episode: dict[str, Any]) -> int:

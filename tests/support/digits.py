@@ -67,6 +67,21 @@ def always_raises(task: Task, trajectory: Any) -> float:
     raise RuntimeError("judge unreachable")
 
 
+class OddVerdict(Exception):
+    """Not made from one text, so it does not survive pickling."""
+
+    def __init__(self, sample: int, *, reason: str) -> None:
+        self.sample, self.reason = sample, reason
+
+    def __str__(self) -> str:
+        return f"sample {self.sample}: {self.reason}"
+
+
+def raises_oddly(task: Task, trajectory: Any) -> float:
+    """Never scores, and says so with a class of its own."""
+    raise OddVerdict(5, reason="no judge")
+
+
 def always_equal(task: Task, trajectory: Any) -> float:
     """Teaches nothing."""
     return 1.0

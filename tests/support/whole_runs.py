@@ -145,12 +145,19 @@ def assert_books_balance(folder: Path, *, resumed: bool = False) -> dict[str, in
     return counts
 
 
+def actor_names(run_name: str) -> list[str]:
+    """Actors of a run that are there."""
+    import ray
+
+    return [name for name in ray.util.list_named_actors() if name.startswith(f"{run_name}/")]
+
+
 def actor_of(run_name: str, name: str) -> Any:
     """Handle of a run's actor, by the name its messages use."""
     import ray
 
     def found() -> Any:
-        for spawned in ray.util.list_named_actors():
+        for spawned in actor_names(run_name):
             if spawned.startswith(f"{run_name}/{name}/"):
                 return ray.get_actor(spawned)
         return None

@@ -115,6 +115,15 @@ def test_status_lists_runs_and_tells_what_a_running_one_waits_for(recipe, capsys
     assert "ended without a summary" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["train"], ["train", "--overwrite"], ["train", "--resume"]])
+def test_a_run_that_is_going_on_is_said_to_be(recipe, capsys, words):
+    held = RunFolder.claim(Path("runs/sums"), load_recipe(recipe).to_yaml())
+    Path("runs/sums/metrics.jsonl").write_text("{}\n")
+    assert run(*words, recipe) == 2
+    assert "is going on in another process" in capsys.readouterr().err
+    held.release()
+
+
 def test_a_run_name_that_is_taken_is_refused_before_anything_starts(recipe, capsys):
     RunFolder.claim(Path("runs/sums"), load_recipe(recipe).to_yaml()).release()
     Path("runs/sums/metrics.jsonl").write_text("{}\n")

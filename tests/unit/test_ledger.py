@@ -12,6 +12,8 @@ from areal_ray.core.journal import (
     SegmentWriter,
     read_group_bytes,
     read_ledger,
+    resumption,
+    resumption_lines,
 )
 from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.seeds import derive_seed
@@ -19,7 +21,7 @@ from areal_ray.core.summaries import Failure, GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
 from areal_ray.core.verdict import FailureGuard, judge
 from areal_ray.core.versions import AdmissionConfig
-from areal_ray.errors import TooManyFailures
+from areal_ray.errors import DataError, TooManyFailures
 
 
 def lease(name="t", attempt=0, version=0):
@@ -96,6 +98,22 @@ def test_the_journal_reads_back_what_was_written_and_survives_a_torn_last_line(t
     assert [record["event"] for record in read_ledger(tmp_path)] == ["committed", "trained"]
 
 
+def test_a_resumed_run_does_not_write_onto_a_torn_line(tmp_path):
+    (tmp_path / "ledger.jsonl").write_text('{"event":"trained","step":1}\n{"event":"tr')
+    journal = LedgerJournal(tmp_path)
+    journal.append(resumption(1, 1))
+    journal.close()
+    assert [record["event"] for record in read_ledger(tmp_path)] == ["trained", "resumed"]
+    (line,) = resumption_lines(tmp_path)
+    assert line.startswith("after step 1, at version 1, on 2")
+
+
+def test_a_broken_line_of_the_ledger_is_named(tmp_path):
+    (tmp_path / "ledger.jsonl").write_text('{"event":"trained","step":1}\n{"event":\n')
+    with pytest.raises(DataError, match=r"ledger.jsonl: line 2 is not JSON"):
+        read_ledger(tmp_path)
+
+
 def test_groups_read_back_from_their_segment_and_damage_is_noticed(tmp_path):
     writer = SegmentWriter(tmp_path, "reward-0", segment_bytes=64)
     payloads = [random.Random(i).randbytes(50) for i in range(4)]
@@ -146,8 +164,8 @@ def test_a_segment_goes_too_if_its_groups_ended_while_it_was_the_newest(tmp_path
 
 def made(oldest=3, **more):
     facts = {
-        "group_id": "g", "task_id": "t", "num_usable": 2, "oldest_version": oldest,
-        "newest_version": oldest, "num_tokens": 9, "longest_tokens": 5, "shared_prefix_tokens": 2,
+        "group_id": "g", "task_id": "t", "num_usable": 2,
+        "versions": () if oldest < 0 else (oldest,), "num_tokens": 9,
         "num_sampled_tokens": 4, "num_turns": 2, "payload_bytes": 1,
     }  # fmt: skip
     return GroupSummary(**{**facts, **more})

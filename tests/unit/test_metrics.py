@@ -84,17 +84,15 @@ def test_two_ranks_with_two_microbatches_log_the_global_mean_and_the_sum_of_toke
     assert row["learner/trained_tokens"] == 12
 
 
-def test_raw_reward_shaped_reward_and_kl_are_three_metrics():
+def test_reward_and_kl_are_metrics_of_their_own():
     step = window()
-    for raw, shaped, kl in [(1.0, 0.7, 0.3), (0.0, -0.1, 0.1)]:
+    for raw, kl in [(1.0, 0.3), (0.0, 0.1)]:
         step.add("reward/mean", raw)
-        step.add("reward/shaped_mean", shaped)
         step.add("learner/policy_kl_nats", kl)
         step.add("reward/min", raw)
         step.add("reward/max", raw)
     row = step.take()
     assert row["reward/mean"] == 0.5
-    assert row["reward/shaped_mean"] == pytest.approx(0.3)
     assert row["learner/policy_kl_nats"] == pytest.approx(0.2)
     assert (row["reward/min"], row["reward/max"]) == (0.0, 1.0)
 

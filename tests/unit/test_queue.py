@@ -13,8 +13,7 @@ def ticket(name, version, newest=None):
         group_id=name,
         task_id=name,
         ref=object(),
-        oldest_version=version,
-        newest_version=version if newest is None else newest,
+        versions=(version,) if newest is None else (version, newest),
         num_tokens=10,
     )
 

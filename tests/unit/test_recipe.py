@@ -78,6 +78,11 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("tasks=null", "tasks", "kind: rl needs it"),
         ("sft={phases: [{source: 'a:b', steps: 1, batch_size: 1}]}", "sft", "no use for it"),
         ("evaluation={every_steps: 5}", "evaluation.tasks", "must be given"),
+        (
+            "evaluation={tasks: {source: 'a:b'}, limit: 5}",
+            "evaluation.limit",
+            "unknown key. Did you mean 'evaluation.tasks.limit'?",
+        ),
         ("objective.kind=grop", "objective.kind", "Did you mean 'grpo'?"),
         ("weights.bucket_bytes=17", "weights.bucket_bytes", "multiple of 16"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_ray.core.journal import JOURNAL_FOLDER, LedgerJournal, resumption
 from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
 from areal_ray.telemetry.charts import (
     Series,
@@ -240,6 +241,17 @@ def test_a_long_run_has_a_page_that_a_browser_opens_at_once(tmp_path: Path):
     text = write_report(full_run(tmp_path, steps=3000)).read_text(encoding="utf-8")
     assert len(text) < 600_000
     assert "3000 of 3000 steps" in text
+
+
+def test_a_resumption_is_told(tmp_path: Path):
+    folder = full_run(tmp_path)
+    assert "Resumed" not in write_report(folder).read_text(encoding="utf-8")
+    journal = LedgerJournal(folder / JOURNAL_FOLDER)
+    journal.append(resumption(4, 4))
+    journal.close()
+    text = write_report(folder).read_text(encoding="utf-8")
+    assert "Resumed from a checkpoint" in text
+    assert "<li>after step 4, at version 4, on " in text
 
 
 def test_a_peak_survives_thinning():

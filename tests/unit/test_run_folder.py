@@ -1,9 +1,11 @@
 """Whose folder it is."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,23 @@ def test_a_killed_process_no_longer_holds_its_folder(tmp_path):
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert not read_status(tmp_path / "a").is_running
+
+
+def test_asking_for_the_status_changes_nothing(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "recipe.yaml").write_text("kind: rl\n")
+    assert not read_status(tmp_path / "a").is_running
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["recipe.yaml"]
+
+
+def test_a_folder_is_claimed_while_others_ask_for_its_status(tmp_path):
+    RunFolder.claim(tmp_path / "a", "kind: rl\n").release()
+    asked = os.open(tmp_path / "a" / ".lock", os.O_RDONLY)
+    fcntl.flock(asked, fcntl.LOCK_SH)  # one that asks, slowly
+    threading.Timer(0.1, os.close, [asked]).start()
+    held = RunFolder.claim(tmp_path / "a", "kind: rl\n")
+    assert all(read_status(tmp_path / "a").is_running for _ in range(3))
+    held.release()
 
 
 def test_a_run_is_found_by_folder_and_by_name(tmp_path):

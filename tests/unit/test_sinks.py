@@ -1,16 +1,18 @@
 """Rows reach every sink once, in order, as strict JSON; logs and files keep no secret."""
 
+import asyncio
 import json
 import logging
 import math
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from areal_ray.telemetry.log import LOG_FILE, redact, secret_values, set_up_logging
+from areal_ray.telemetry.log import LOG_FILE, redact, run_log, secret_values
 from areal_ray.telemetry.rows import Row, read_rows
 from areal_ray.telemetry.sinks import (
     METRICS_FILE,
@@ -178,13 +180,13 @@ def test_secrets_are_found_by_the_name_of_their_variable():
 
 
 def test_a_secret_is_in_no_line_of_the_log_not_even_in_a_traceback(tmp_path: Path, capsys):
-    set_up_logging(tmp_path, run="demo", actor="driver", secrets={"hf_abcdef"})
     logger = logging.getLogger("areal_ray.example")
-    logger.info("token is %s", "hf_abcdef")
-    try:
-        raise RuntimeError("refused: hf_abcdef")
-    except RuntimeError:
-        logger.exception("call failed")
+    with run_log(tmp_path, run="demo", secrets={"hf_abcdef"}):
+        logger.info("token is %s", "hf_abcdef")
+        try:
+            raise RuntimeError("refused: hf_abcdef")
+        except RuntimeError:
+            logger.exception("call failed")
     written = (tmp_path / LOG_FILE).read_text()
     shown = capsys.readouterr().err
     assert "hf_abcdef" not in written + shown
@@ -193,3 +195,35 @@ def test_a_secret_is_in_no_line_of_the_log_not_even_in_a_traceback(tmp_path: Pat
     assert "token is" in written
     assert "token is" not in shown  # the console has warnings and errors alone
     assert "call failed" in shown
+
+
+def test_runs_of_one_process_log_to_their_own_folders(tmp_path: Path):
+    logger = logging.getLogger("areal_ray.example")
+    turn = threading.Barrier(2)
+
+    async def work(name: str) -> None:
+        for _ in range(2):
+            turn.wait(10)  # both logs are open now
+            await asyncio.create_task(asyncio.to_thread(logger.info, "of %s", name))
+
+    def run(name: str) -> None:
+        with run_log(tmp_path / name, run=name):
+            asyncio.run(work(name))
+            if name == "b":
+                with run_log(tmp_path / "inner", run="inner"):
+                    logger.info("of inner")
+            turn.wait(10)
+            logger.info("of %s", name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with run_log(tmp_path / "later", run="later"):
+        logger.info("of later")
+    for name, count in {"a": 3, "b": 3, "inner": 1, "later": 1}.items():
+        lines = (tmp_path / name / LOG_FILE).read_text().splitlines()
+        assert [line.rsplit(": of ")[1] for line in lines] == [name] * count
+    handlers = logging.getLogger("areal_ray").handlers
+    assert not [handler for handler in handlers if isinstance(handler, logging.FileHandler)]

@@ -1,10 +1,15 @@
 """Rendering and encoding by a checkpoint's own chat template."""
 
+import functools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_ray.errors import DataError
 from areal_ray.gateway.template import ChatTemplate
-from tests.support.templates import TPL_A, TPL_S, TPL_X, letter_tokenizer
+from recipes.calculator.model import make_tokenizer
+from tests.support.templates import TPL_A, TPL_B, TPL_S, TPL_X, letter_tokenizer
 from tests.support.tiny_models import tiny_tokenizer
 
 
@@ -17,6 +22,45 @@ def test_prompt_ids_are_a_plain_list_of_ints_equal_to_the_encoded_text():
     text = "<|im_start|>user\nWhat is 12+30?<|im_end|>\n<|im_start|>assistant\n"
     assert template.render(messages) == text
     assert "".join(template.token_text(i) for i in ids) == text
+
+
+TOKENIZERS = {
+    "calculator": make_tokenizer,
+    "tiny": tiny_tokenizer,
+    "letters": lambda: letter_tokenizer(specials=("<a>",)),
+}
+PIECES = ("<|im_end|>", "<|im_start|>", "<tool>", "<a>", "<eos>", "12", " \n", "\u00e9 ", "ab cd")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(texts=st.lists(st.text(max_size=12) | st.sampled_from(PIECES), max_size=6))
+def test_ids_are_those_of_the_tokenizer_itself(name, texts):
+    tokenizer, text = kept_tokenizer(name), "".join(texts)
+    tokenizer.backend_tokenizer.enable_truncation(2)  # as a saved tokenizer may ask for
+    template = ChatTemplate(tokenizer, TPL_A)
+    assert tokenizer.encode(text, add_special_tokens=False) == template.encode(text)
+
+
+@pytest.mark.parametrize("source", [TPL_A, TPL_B, TPL_S, None], ids=["A", "B", "S", "chatml"])
+@given(
+    said=st.lists(
+        st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text(max_size=8)), min_size=1
+    ),
+    prompted=st.booleans(),
+)
+def test_a_rendering_is_that_of_the_tokenizer_itself(source, said, prompted):
+    tokenizer = kept_tokenizer("calculator")
+    messages = [{"role": role, "content": text} for role, text in said]
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=prompted
+    )
+    template = ChatTemplate(tokenizer, source)
+    assert template.render(messages, add_generation_prompt=prompted) == expected
+
+
+@functools.cache
+def kept_tokenizer(name):
+    return TOKENIZERS[name]()
 
 
 def test_the_close_of_an_assistant_turn_is_found_in_the_template():

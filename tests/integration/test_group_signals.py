@@ -1,0 +1,82 @@
+"""A signal to the whole process group of a run: `timeout`, a batch system, a terminal's Ctrl-C."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_ray.run_folder import read_status
+from tests.integration.test_command_line import (
+    ROOT,
+    clean_environment,
+    descendants,
+    is_alive,
+    train,
+)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("number", "code", "begun", "to_all"),
+    [
+        (signal.SIGTERM, 143, 2, False),
+        (signal.SIGINT, 130, 2, False),
+        (signal.SIGTERM, 143, None, False),
+        (signal.SIGTERM, 143, 2, True),
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGTERM while loading", "SIGTERM to each process"],
+)
+def test_it_ends_the_run_in_seconds_as_a_signal_to_the_run_alone_would(
+    tmp_path: Path, number: signal.Signals, code: int, begun: int | None, to_all: bool
+) -> None:
+    child = subprocess.Popen(
+        train(tmp_path, "steps=200"),
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_until(tmp_path / "r", child, begun)
+        below = descendants(child.pid)
+        asked = time.monotonic()
+        os.killpg(child.pid, number)
+        for pid in below if to_all else ():  # as batch systems do that know the whole tree
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        out = child.communicate(timeout=60)[0]
+        took_s = time.monotonic() - asked
+        assert (child.returncode, took_s < 30) == (code, True), (took_s, out[-3000:])
+        end = time.monotonic() + 10
+        while left := [pid for pid in below if is_alive(pid)]:
+            assert time.monotonic() < end, f"processes are left: {left}"
+            time.sleep(0.2)
+    finally:
+        if child.poll() is None:
+            child.kill()
+    assert "Traceback" not in out
+    assert out.count("stopping") == 1
+    assert "r stopped: " in out
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["outcome"], summary["failure"]) == ("stopped", "")
+    assert summary["steps"] >= (begun or 0)
+
+
+def wait_until(folder: Path, child: subprocess.Popen[str], step: int | None) -> None:
+    """Until a step is done; None = until Ray's processes are there."""
+    end = time.monotonic() + 200
+    while time.monotonic() < end:
+        assert child.poll() is None, child.communicate()[0][-3000:]
+        if step is None and len(descendants(child.pid)) >= 8:
+            return
+        if step is not None and read_status(folder).status.get("step", 0) >= step:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{folder} got nowhere")

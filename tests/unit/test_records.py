@@ -1,0 +1,107 @@
+"""What a step's row and a run's end tell, given what the loops report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_ray.core.ledger import Lease, Ledger
+from areal_ray.core.queue import Ticket
+from areal_ray.core.task import Task
+from areal_ray.core.verdict import TOO_STALE
+from areal_ray.core.versions import AdmissionConfig
+from areal_ray.engines.protocols import StepStats
+from areal_ray.records import Records
+from areal_ray.runtime.param_sync_actor import PublishReport
+from areal_ray.telemetry.progress import open_progress
+from areal_ray.telemetry.rows import read_rows
+from areal_ray.telemetry.sinks import METRICS_FILE, TelemetryConfig, open_metric_log
+from areal_ray.telemetry.tally import RunTally
+from areal_ray.telemetry.waits import WaitBoard
+
+GAUGES = {"queue/depth_groups": 5, "admission/running_groups": 3, "admission/headroom_groups": 2}
+
+
+def records_of(folder: Path, ledger: Ledger, **admission: Any) -> Records:
+    config = TelemetryConfig(console="off", tensorboard=False, ray_metrics=False)
+    return Records(
+        log=open_metric_log(folder, config),
+        progress=open_progress(config),
+        waits=WaitBoard(),
+        admission=AdmissionConfig(groups_per_step=2, **admission),
+        tally=RunTally(ledger),
+        write_status=lambda status: None,
+    )
+
+
+def ticket(*versions: int) -> Ticket[str]:
+    return Ticket("0/t/0", "t", "ref", versions=versions, num_tokens=9)
+
+
+def published(version: int) -> PublishReport:
+    return PublishReport(
+        version=version, seconds=0.6, stage_s=0.4, swap_s=0.2, engine_idle_s=0.1, bytes=80,
+        replicas=("rollout-0",),
+    )  # fmt: skip
+
+
+def row_of(folder: Path) -> dict[str, Any]:
+    return read_rows(folder / METRICS_FILE)[-1]
+
+
+def admit(ledger: Ledger, task: str) -> str:
+    lease = ledger.reserve(Lease(0, Task(task, ()), 0, 0))
+    ledger.lease(lease.group_id)
+    ledger.commit(lease.group_id, {})
+    return lease.group_id
+
+
+def test_staleness_is_that_of_what_was_trained_where_old_tokens_are_masked(tmp_path):
+    records = records_of(tmp_path, Ledger(), max_head_offpolicyness=2, at_consumption="mask")
+    records.begin()
+    tickets = [ticket(0, 3, 4), ticket(0, 4), ticket(0, 1), ticket(4, 5)]  # 3 and later train
+    records.trained(6, 5, tickets, StepStats(), published(6), GAUGES)
+    row = row_of(tmp_path)
+    assert dict(records.tally.staleness) == {2: 1, 1: 2}
+    assert (row["staleness/mean_versions"], row["staleness/max_versions"]) == (
+        pytest.approx(4 / 3),
+        2,
+    )
+
+
+def test_a_run_goes_on_from_the_counts_of_its_checkpoint(tmp_path):
+    ledger = Ledger()
+    records = records_of(tmp_path, ledger)
+    ended = [admit(ledger, task) for task in ("a", "b", "c")]
+    ledger.train(ended[:2], 1)
+    records.trained(1, 1, [ticket(0), ticket(1)], StepStats(), published(2), GAUGES)
+    facts = RunTally.of_state(json.loads(json.dumps(records.tally.state_dict()))).end_facts()
+    assert facts["staleness_histogram"] == {1: 1, 0: 1}
+    told = facts["ledger"]
+    assert (told.admitted, told.trained, told.dropped) == (3, 2, 1)
+    assert told.reasons == {"run_ended": 1}
+    assert RunTally.of_state({"step": 4, "version": 0}).end_facts()["ledger"].admitted == 0
+
+
+def test_a_row_tells_pacing_publish_and_restarts(tmp_path):
+    ledger = Ledger()
+    records = records_of(tmp_path, ledger)
+    admit(ledger, "before")
+    records.begin()
+    ended = [admit(ledger, task) for task in ("a", "b", "c", "d")]
+    ledger.train(ended[:3], 1)
+    ledger.drop(ended[3], TOO_STALE)
+    records.returned({"rollout-1": "rollout-1 is back", "reward-0": "reward-0 is back"})
+    records.trained(1, 0, [ticket(0)], StepStats(), published(1), GAUGES)
+    row = row_of(tmp_path)
+    assert {name: row[name] for name in GAUGES} == GAUGES
+    assert row["admission/admitted_groups"] == 4
+    assert row["queue/dropped_fraction"] == 0.25
+    assert row["publish/swap_s"] == 0.2
+    assert row["publish/bytes_per_s"] == pytest.approx(200.0)
+    assert row["rollout/restarts"] == 1
+    assert records.tally.replaced == ["rollout-1 is back", "reward-0 is back"]
+    records.trained(2, 1, [ticket(1)], StepStats(), published(2), GAUGES)
+    assert row_of(tmp_path)["admission/admitted_groups"] == 0
+    assert row_of(tmp_path)["rollout/restarts"] == 0
