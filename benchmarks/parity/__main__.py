@@ -64,13 +64,12 @@ def main() -> int:
 def _print(
     rows: list[tuple[str, ...]], notes: dict[str, list[str]], peers: Peers, is_markdown: bool
 ) -> None:
-    head = ("what", "peer", "float64", "float32", "")
     if is_markdown:
-        for row in (head, ("---",) * len(head), *rows):
-            print("| " + " | ".join(row) + " |")
+        _print_markdown(rows, [name for name in PACKAGES if name in peers.versions])
     else:
-        widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
-        for row in (head, *rows):
+        rows = [("what", "peer", "float64", "float32", ""), *rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
     print("\nDiffer on purpose:\n")
     for note, named in notes.items():
@@ -79,6 +78,17 @@ def _print(
     for name in PACKAGES:
         if name in peers.missing:
             print(f"{name} is left out: {peers.missing[name]} (see benchmarks/parity/peers.py)")
+
+
+def _print_markdown(rows: list[tuple[str, ...]], names: list[str]) -> None:
+    """A row for each subject, a column for each peer: float64 / float32."""
+    table: dict[str, dict[str, str]] = {}
+    for what, peer, double, single, mark in rows:
+        table.setdefault(what, {})[peer] = f"{mark} {double} / {single}".strip()
+    print("| |", " | ".join(names), "|")
+    print("|---" * (len(names) + 1) + "|")
+    for what, found in table.items():
+        print(f"| {what} |", " | ".join(found.get(name, "") for name in names), "|")
 
 
 if __name__ == "__main__":

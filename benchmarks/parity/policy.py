@@ -283,7 +283,7 @@ def correction_cases(peers: Peers) -> Iterator[Case]:
     """Weights and masks between the proximal and the behaviour policy."""
     settings = {
         "TIS, upper 2": {"action": "clamp", "upper": 2.0},
-        "IcePop, 0.5 to 5": {"lower": 0.5, "upper": 5.0},
+        "IcePop, 0.5 to 2": {"lower": 0.5, "upper": 2.0},
     }
     for what, bounds in settings.items():
         objective = ObjectiveConfig(kind="decoupled_ppo", rejection_sampling=bounds)
@@ -306,7 +306,7 @@ def correction_cases(peers: Peers) -> Iterator[Case]:
                 peers.skyrl,
                 objective,
                 tis_ratio_type="token",
-                token_tis_ratio_clip_high=2.0 if bounds.get("action") else 1e9,
+                token_tis_ratio_clip_high=2.0 if "action" in bounds else 1e9,
                 token_mask_is_threshold_low=bounds.get("lower"),
                 token_mask_is_threshold_high=bounds["upper"] if "lower" in bounds else None,
             )
