@@ -18,10 +18,11 @@ import torch
 
 from benchmarks.parity.advantages import advantage_cases
 from benchmarks.parity.case import Case, distance
+from benchmarks.parity.corrections import correction_cases
 from benchmarks.parity.estimates import estimate_cases
 from benchmarks.parity.inputs import make_inputs
 from benchmarks.parity.peers import PACKAGES, Peers
-from benchmarks.parity.policy import correction_cases, policy_cases
+from benchmarks.parity.policy import policy_cases
 from benchmarks.parity.preference import preference_cases
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
