@@ -115,6 +115,8 @@ def _companion_problems(recipe: Recipe) -> Iterator[str]:
             continue  # not used, or the policy's own start
         where, path = f"{name}.path", getattr(recipe.companions, f"{name}_path")
         folder = Path(path)
+        if recipe.model.create is not None and folder.is_relative_to(recipe.model_path):
+            continue  # made with the model
         if (folder / "config.json").is_file():
             yield from _checkpoint_problems(folder, where)
             yield from _vocabulary_problems(recipe, folder, where)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_ray.agents import sample_rows
+from areal_ray.engines.tiny_model import TEACHER_FOLDER
 from areal_ray.errors import RecipeError
 from areal_ray.recipe import Recipe, parse_recipe
 
@@ -68,9 +69,11 @@ def _models(recipe: Recipe) -> Changes:
     changes: Changes = {"model.path": _MODEL, "model.create": "areal_ray.engines.tiny_model:create"}
     changes |= {
         f"{name}.path": _MODEL
-        for name in ("reference", "teacher", "critic")
+        for name in ("reference", "critic")
         if getattr(recipe, name) is not None
     }
+    if recipe.teacher is not None:  # who is its own teacher learns nothing
+        changes["teacher.path"] = f"{_MODEL}/{TEACHER_FOLDER}"
     reward = recipe.reward
     if reward is None:
         return changes

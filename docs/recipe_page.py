@@ -23,12 +23,12 @@ run, and each run saves it as `recipe.yaml`.
 | `sft` | learns from given answers | `sft` | learners |
 | `dpo` | learns from pairs of answers | `preference`, `reference` | learners |
 | `reward_model` | learns to score answers from pairs | `preference` | learners |
-| `distill` | learns from a teacher, on its own answers | `tasks`, `admission`, `teacher` | no reward |
+| `distill` | learns from a teacher, on its own answers | `tasks`, `admission`, `teacher` | [1] |
 | `distill`, with `sft` | learns from a teacher, on given answers | `sft`, `teacher` | learners |
 | `eval` | scores a model | `evaluation`, `reward` | no learner |
 
-A section that a kind would not read is refused. Kind `distill` has reward actors only where
-`evaluation` is given, for the held-out tasks. `areal-ray train RECIPE --smoke` tries any recipe out
+A section that a kind would not read is refused. [1] All but reward actors: it has those only where
+`evaluation` is given, for held-out tasks. `areal-ray train RECIPE --smoke` tries any recipe out
 with a tiny random model and a few rows.
 
 Code is named `package.module:name` and looked for in the folders above the recipe file and in the

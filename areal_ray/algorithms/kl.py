@@ -9,7 +9,7 @@ With d = log pi - log other at a token that pi sampled, E the mean over such tok
 | k3   | exp(-d) - 1 + d    | KL(pi, other), unbiased | that of KL(other, pi): pulls all the same|
 
 Subtracted from the reward instead, k1 alone gives the gradient of KL(pi, other); k3 gives that
-of KL(pi, other) - KL(other, pi). (See also arXiv:2506.09477.)
+of KL(pi, other) - KL(other, pi). (See also arXiv:2506.09477 and arXiv:2510.01555.)
 """
 
 from typing import Literal, overload

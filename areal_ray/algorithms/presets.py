@@ -78,9 +78,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "decoupled_ppo": _DECOUPLED,
     # Williams, 1992
     "reinforce": {**_SCORE, "reward_norm": _NOTHING},
-    # arXiv:2501.03262, eq. 9
+    # arXiv:2501.03262: normalised over the whole step
     "reinforce_pp": {**_CLIPPED, "reward_norm": _NOTHING, "advantage_norm": _BATCH},
-    # arXiv:2501.03262, eq. 11: the group's mean, then the step's spread
+    # arXiv:2501.03262, the form with a baseline: the group's mean, then the step's spread
     "reinforce_pp_baseline": {**_CLIPPED, "reward_norm": _GROUP_MEAN, "advantage_norm": _BATCH},
     # arXiv:2402.14740, eq. 8
     "rloo": {

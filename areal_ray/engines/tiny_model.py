@@ -19,8 +19,17 @@ _SPREAD = 0.08
 """Of the random weights: wide enough for next-token distributions that are not all alike."""
 
 
+TEACHER_FOLDER = "teacher"
+"""Inside the model's: another random model of the same vocabulary."""
+
+
 def create(folder: Path, seed: int) -> None:
-    """Write the checkpoint of `seed` into `folder`: a `model.create` function."""
+    """Write the checkpoint of `seed` and its teacher into `folder`: a `model.create` function."""
+    _write(Path(folder) / TEACHER_FOLDER, seed + 1)
+    _write(Path(folder), seed)  # last: a folder with config.json counts as whole
+
+
+def _write(folder: Path, seed: int) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -46,10 +55,9 @@ def create(folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(torch.float32)
     model.generation_config = GenerationConfig(**ends)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)  # last: a folder with config.json counts as whole
+    model.save_pretrained(folder)
 
 
 def _tokenizer() -> Any:

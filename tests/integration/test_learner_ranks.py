@@ -11,6 +11,7 @@ import torch
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import GaeConfig, KlConfig
 from areal_ray.algorithms.packing import GroupSize, plan_step
+from areal_ray.engines.preference import PairTask, PreferenceConfig, PreferencePair
 from areal_ray.engines.process_group import RankGroup, Rendezvous
 from areal_ray.engines.sft import SftExample
 from areal_ray.engines.torch_train import TorchTrainEngine
@@ -71,6 +72,7 @@ def _run(folder, ranks, outbox):
     taught = engine.sft_step(_examples()[ranks.rank :: ranks.size])
     seen = engine.evaluate_sft(_examples()[ranks.rank :: ranks.size])
     more = [_other_objective(folder, ranks, Path(outbox), case) for case in OBJECTIVES]
+    more += [_pair_step(folder, ranks, Path(outbox), scored) for scored in (False, True)]
     timing = ("learner/step_s", "learner/proximal_s", "learner/tokens_per_s")
     layout = ("learner/micro_batches", "learner/computed_tokens", "learner/padded_tokens")
     metrics = [
@@ -110,6 +112,30 @@ def _other_objective(folder, ranks, outbox, kind):
     share = [[groups[i] for i in part] for part in plan]
     engine.train_step(share, 1)
     return engine.train_step(share, 2)
+
+
+def _pair_step(folder, ranks, outbox, is_scored):
+    """The second step on five pairs, three and two on two ranks; it follows from the first."""
+    config = PreferenceConfig(source="m:f", steps=2, batch_size=5)
+    engine = TorchTrainEngine(
+        folder,
+        _config(),
+        ranks=ranks,
+        companions=Companions(reference_path=str(outbox.parent / "model")),
+        pairs=PairTask(config, is_scored),
+    )
+    answers = [e for e in _examples() for _ in range(2)]
+    cut = [
+        SftExample(e.token_ids[: -1 - n % 2], e.loss_mask[: -1 - n % 2])
+        for n, e in enumerate(answers)
+    ]
+    pairs = [PreferencePair(*cut[n : n + 2]) for n in range(0, len(cut), 2)]
+    share = pairs[ranks.rank :: ranks.size]
+    engine.pair_step(share)
+    seen = engine.evaluate_pairs(share)
+    stats = engine.pair_step(share)
+    stats.metrics.update({k: v for k, v in seen.metrics().items() if k != "eval/wall_s"})
+    return stats
 
 
 def _rank_main(folder, address, rank, size, outbox):

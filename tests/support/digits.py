@@ -18,6 +18,11 @@ def tasks(num_tasks: int = 64) -> list[Task]:
     ]
 
 
+def conversations() -> list[list[dict[str, str]]]:
+    """The ten different questions with their answers."""
+    return [[*task.messages, {"role": "assistant", "content": task.answer}] for task in tasks(10)]
+
+
 # Agents
 
 
@@ -60,6 +65,11 @@ async def sleeps_after(task: Task, client: Any, calls: int = 0, seconds: float =
 def parity(task: Task, trajectory: Any) -> float:
     """1 for replies of an odd sum of token ids: half of them, whatever the policy."""
     return float(trajectory.token_ids[trajectory.loss_mask].sum() % 2)
+
+
+def exact(task: Task, trajectory: Any) -> float:
+    """1 for the digit that was asked for."""
+    return float(trajectory.final_text.strip() == task.answer)
 
 
 def always_raises(task: Task, trajectory: Any) -> float:

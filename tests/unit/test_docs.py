@@ -70,8 +70,11 @@ def test_documented_make_targets_and_modules_exist():
     assert used <= targets
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     modules = set(re.findall(r"python -m ((?:benchmarks|docs|areal_ray)\.[\w.]+)", text))
+    places = {name: ROOT / name.replace(".", "/") for name in modules}
     missing = [
-        name for name in modules if not (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
+        name
+        for name, place in places.items()
+        if not (place.with_suffix(".py").is_file() or (place / "__main__.py").is_file())
     ]
     assert modules
     assert not missing
@@ -141,6 +144,12 @@ def test_the_examples_for_authors_load(tmp_path):
     examples = list(resolve(phase.source, recipe.import_roots)(**phase.args))
     assert len(examples) == 512
     assert [message["role"] for message in examples[0]] == ["user", "assistant"]
+    (tmp_path / "after.py").write_text(next(t for t in blocks(page, "python") if "def pairs" in t))
+    (tmp_path / "after.yaml").write_text(blocks(page, "yaml")[1])
+    given = load_recipe(tmp_path / "after.yaml").preference
+    pairs = list(resolve(given.source, recipe.import_roots)(**given.args))
+    assert pairs[0] == ([{"role": "user", "content": "What comes after 0?"}], "1", "-1")
+    assert len(pairs) == 512
 
 
 def test_pages_spell_behaviour_one_way_and_name_no_place_of_ours():

@@ -1,0 +1,1 @@
+"""Our mathematics beside that of public libraries, on the same random numbers."""
