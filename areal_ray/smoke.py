@@ -18,6 +18,7 @@ _MODEL = "{fileroot}/smoke-model"
 _ROWS = "areal_ray.agents.sample_rows"
 _REWARD_MODEL = "areal_ray.engines.reward_model:score"
 _NUM_ROWS = 8
+_NUM_HELD_OUT = 4
 _STEPS = 2
 
 Changes = dict[str, Any]
@@ -124,13 +125,12 @@ def _tasks(recipe: Recipe, tell: Tell) -> Changes:
     sections = [("tasks", recipe.tasks)]
     if recipe.evaluation is not None:
         sections.append(("evaluation.tasks", recipe.evaluation.tasks))
-        changes["evaluation.limit"] = 4
         changes["evaluation.n_samples"] = min(2, recipe.evaluation.n_samples)
     for where, tasks in sections:
         if tasks is None:
             continue
         changes |= _source(recipe, where, tasks.source, tasks.args, "tasks", tell)
-        changes[f"{where}.limit"] = _NUM_ROWS
+        changes[f"{where}.limit"] = _NUM_ROWS if where == "tasks" else _NUM_HELD_OUT
         changes[f"{where}.max_prompt_tokens"] = 768
         changes[f"{where}.overlong"] = "left"
     return changes

@@ -42,8 +42,7 @@ def test_what_ended_well_trains_where_a_teacher_alone_judges_it(objective, train
 def made(num_usable):
     return GroupSummary(
         group_id="g", task_id="t", num_usable=num_usable,
-        oldest_version=0, newest_version=1, num_tokens=50, longest_tokens=20,
-        shared_prefix_tokens=5, num_sampled_tokens=20, num_turns=4, payload_bytes=100,
+        versions=(0, 1), num_tokens=50, num_sampled_tokens=20, num_turns=4, payload_bytes=100,
         outcomes={"ok": num_usable, "agent_error": 1},
         failures=(Failure("agent_error", "the tool broke"),),
     )  # fmt: skip
