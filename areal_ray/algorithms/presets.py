@@ -12,6 +12,7 @@ from areal_ray.algorithms.objective_parts import (
     NormConfig,
     RejectionSamplingConfig,
 )
+from areal_ray.core.config import Config
 
 ObjectiveKind = Literal[
     "grpo",
@@ -67,7 +68,8 @@ _SCORE: dict[str, Any] = {
     "rejection_sampling": RejectionSamplingConfig(action="clamp", upper=2.0),
 }
 
-_SECTIONS = ("rejection_sampling", "reward_norm", "advantage_norm", "distillation", "gae")
+_SECTIONS = ("rejection_sampling", "distillation", "gae")
+"""Completed from the preset where given in part; a norm given is a whole one."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2402.03300, eq. 3
@@ -184,6 +186,8 @@ def _completed_sections(
     completed = {}
     for name in _SECTIONS:
         section, known = said.get(name), preset.get(name)
+        if isinstance(section, Config):  # as a recipe gives it, its other keys at their defaults
+            section = section.model_dump(exclude_unset=True)
         if not isinstance(section, dict) or known is None:
             continue
         ours = known.model_dump()

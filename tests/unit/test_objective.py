@@ -117,8 +117,8 @@ def test_a_part_of_a_section_leaves_the_rest_as_the_name_says():
     assert icepop.rejection_sampling == RejectionSamplingConfig(lower=0.5, upper=3.0)
     rloo = ObjectiveConfig(kind="rloo", rejection_sampling={"upper": 3.0})
     assert (rloo.behaviour_weight, rloo.rejection_sampling.upper) == ("clamp", 3.0)
-    grpo = ObjectiveConfig(kind="grpo", reward_norm={"std": "none"})
-    assert grpo.reward_norm == NormConfig(mean="group")
+    grpo = ObjectiveConfig(kind="grpo", reward_norm={"mean": "group"})
+    assert grpo.reward_norm == NormConfig(mean="group", std="none"), "a norm given is a whole one"
     # Bounds of another metric begin anew.
     other = ObjectiveConfig(kind="icepop", rejection_sampling={"metric": "kl_k3", "upper": 0.5})
     assert other.rejection_sampling == RejectionSamplingConfig(metric="kl_k3", upper=0.5)

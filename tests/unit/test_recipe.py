@@ -248,3 +248,27 @@ def test_the_schema_names_every_section_with_its_documentation():
     assert set(schema["properties"]) == set(Recipe.model_fields)
     assert schema["additionalProperties"] is False
     assert all("description" in field for field in schema["properties"].values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "expected"),
+    [
+        ("kpop", "{upper: 1.5}", {"metric": "binary_kl", "action": "mask", "upper": 1.5}),
+        ("icepop", "{upper: 3.0}", {"metric": "ratio", "lower": 0.5, "upper": 3.0}),
+        ("rloo", "{upper: 3.0}", {"metric": "ratio", "action": "clamp", "upper": 3.0}),
+        ("icepop", "{lower: null}", {"metric": "ratio", "lower": None, "upper": 5.0}),
+    ],
+)
+def test_a_section_given_in_part_keeps_the_rest_of_what_its_kind_says(kind, bounds, expected):
+    recipe = parse_recipe(
+        TEXT, [f"objective.kind={kind}", f"objective.rejection_sampling={bounds}"]
+    )
+    section = recipe.objective.rejection_sampling.model_dump()
+    assert {name: section[name] for name in expected} == expected
+    assert recipe.objective.behaviour_weight == section["action"]
+    assert parse_recipe(recipe.to_yaml()) == recipe
+
+
+def test_a_section_in_part_that_does_not_go_with_its_kind_is_refused():
+    with pytest.raises(RecipeError, match="only a ratio is a weight"):
+        parse_recipe(TEXT, ["objective.kind=kpop", "objective.rejection_sampling={action: clamp}"])
