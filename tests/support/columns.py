@@ -74,8 +74,9 @@ def every_objective() -> dict[str, ObjectiveConfig]:
     """Each kind, decoupled PPO and REINFORCE with each correction, GSPO around the proximal."""
     found = {kind: ObjectiveConfig(kind=kind) for kind in PRESETS}
     for number, bounds in enumerate(every_correction()):
+        whole = RejectionSamplingConfig(**bounds.model_dump())  # nothing left to the kind
         for kind in ("decoupled_ppo", "reinforce"):
-            found[f"{kind}-{number}"] = ObjectiveConfig(kind=kind, rejection_sampling=bounds)
+            found[f"{kind}-{number}"] = ObjectiveConfig(kind=kind, rejection_sampling=whole)
     found["gspo-proximal"] = ObjectiveConfig(kind="gspo", clip_centre="proximal")
     found["full"] = ObjectiveConfig(kind="decoupled_ppo", behaviour_weight="full")
     return found
