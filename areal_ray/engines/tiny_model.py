@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_CHATML = (
+CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
@@ -30,26 +30,36 @@ def create(folder: Path, seed: int) -> None:
 
 
 def _write(folder: Path, seed: int) -> None:
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "intermediate_size": 96,
+        "max_position_embeddings": _CONTEXT_TOKENS,
+        "initializer_range": _SPREAD,
+    }
+    write_random_qwen3(folder, _tokenizer(), seed, **sizes)
+
+
+def write_random_qwen3(folder: Path, tokenizer: Any, seed: int, **sizes: Any) -> None:
+    """Write a Qwen3 checkpoint with random float32 weights, a tied head and `tokenizer`.
+
+    Args:
+        folder: Made where it is missing.
+        tokenizer: Its size is the vocabulary's; its end and padding tokens are the model's.
+        seed: Of the weights.
+        sizes: Fields of the Hugging Face config.
+    """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tokenizer = _tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=24,
-        intermediate_size=96,
-        max_position_embeddings=_CONTEXT_TOKENS,
-        tie_word_embeddings=True,
-        initializer_range=_SPREAD,
-        bos_token_id=None,
-        **ends,
+        vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None, **ends, **sizes
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -75,7 +85,7 @@ def _tokenizer() -> Any:
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=_CHATML,
+        chat_template=CHATML,
         clean_up_tokenization_spaces=False,
         model_max_length=_CONTEXT_TOKENS,
     )

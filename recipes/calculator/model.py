@@ -7,17 +7,11 @@ single digits; ChatML. `transformers` loads it like a model from the hub.
 from pathlib import Path
 from typing import Any
 
+from areal_ray.engines.tiny_model import CHATML, SPECIAL_TOKENS, write_random_qwen3
 from recipes.calculator.tasks import text_corpus
 
 VOCABULARY = 407
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TOOL_TOKENS = ("<tool>", "</tool>")
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def create(folder: Path, seed: int) -> None:
@@ -26,15 +20,10 @@ def create(folder: Path, seed: int) -> None:
     The initializer range is four times the usual one: with .02 copying two numbers into the tool
     call was not learned in a few hundred steps.
     """
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    tokenizer = make_tokenizer()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    write_random_qwen3(
+        Path(folder),
+        make_tokenizer(),
+        seed,
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -42,19 +31,8 @@ def create(folder: Path, seed: int) -> None:
         head_dim=32,
         intermediate_size=192,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
         initializer_range=0.08,
-        bos_token_id=None,
-        **ends,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
-    model.generation_config = GenerationConfig(**ends)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
 
 
 def make_tokenizer() -> Any:
