@@ -137,7 +137,12 @@ class KVCache:
         rows: NDArray[np.int64],
         num_tokens: int,
     ) -> None:
-        """Copy the first tokens of `source_rows` into `rows`; overlap is safe."""
+        """Copy the first tokens of `source_rows` into `rows`, none of which is among them."""
+        if self.device.type == "cpu":  # where slices are several times as fast as an index
+            for source_row, row in zip(source_rows.tolist(), rows.tolist(), strict=True):
+                kept = source._planes[:, :, source_row, :, :num_tokens]
+                self._planes[:, :, row, :, :num_tokens] = kept
+            return
         gathered = source._planes[..., :num_tokens, :].index_select(
             2, torch.from_numpy(source_rows).to(self.device)
         )

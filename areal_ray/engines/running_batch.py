@@ -20,7 +20,7 @@ from areal_ray.engines.kv_cache import CacheLimits, KVCache
 from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import RowTable, failed_result
-from areal_ray.engines.sampling import SamplingRows, sample, uniforms
+from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, uniforms
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 
 _FEWEST_TOKENS_WORTH_COPYING = 8
@@ -225,7 +225,8 @@ class RunningBatch:
         if len(gaps):
             longest = int(self._rows.column("length")[gaps].max()) - 1
             self._cache.copy_rows(self._cache, movers, gaps, longest)
-        self._sampling = None
+        if self._sampling is not PLAIN_SAMPLING:  # which fits any rows
+            self._sampling = None
 
     def abort(self, request_ids: Collection[str]) -> list[GenerationResult]:
         """End these turns, with what was sampled so far; unknown ids are ignored."""

@@ -68,12 +68,11 @@ class SamplingRows:
         device: torch.device,
     ) -> "SamplingRows":
         """Sort rows [n] by what has to be done to their logits."""
+        if (temperature == 1.0).all() and (top_p >= 1.0).all() and not top_k.any():
+            return PLAIN_SAMPLING
         is_greedy = temperature == 0.0
         inverse = np.where(is_greedy, 1.0, 1.0 / np.where(is_greedy, 1.0, temperature))
         is_filtered = ((top_p < 1.0) | (top_k > 0)) & ~is_greedy
-
-        def on_device(values: NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
         filtered = np.flatnonzero(is_filtered)
         some = len(filtered) > 0
@@ -81,12 +80,20 @@ class SamplingRows:
         return cls(
             inverse_temperature=None
             if (inverse == 1.0).all()
-            else on_device(inverse.astype(np.float32)[:, None]),
-            greedy=on_device(np.flatnonzero(is_greedy)) if is_greedy.any() else None,
-            filtered=on_device(filtered) if some else None,
-            top_p=on_device(top_p[filtered, None].astype(np.float32)) if some else None,
-            top_k=on_device(off[filtered, None]) if some else None,
+            else _on_device(inverse.astype(np.float32)[:, None], device),
+            greedy=_on_device(np.flatnonzero(is_greedy), device) if is_greedy.any() else None,
+            filtered=_on_device(filtered, device) if some else None,
+            top_p=_on_device(top_p[filtered, None].astype(np.float32), device) if some else None,
+            top_k=_on_device(off[filtered, None], device) if some else None,
         )
+
+
+PLAIN_SAMPLING = SamplingRows(None, None, None, None, None)
+"""Temperature 1 and the whole vocabulary in every row: what training samples with."""
+
+
+def _on_device(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
 def sample(
