@@ -15,6 +15,7 @@ from areal_ray.agents.episode import check_agent
 from areal_ray.agents.task_stream import TasksConfig, fit_prompts, load_tasks
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task
+from areal_ray.engines.model_files import token_difference
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.recipe import Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
@@ -128,10 +129,21 @@ def _companion_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _vocabulary_problems(recipe: Recipe, folder: Path, where: str) -> Iterator[str]:
-    own, other = _vocabulary_size(Path(recipe.model_path)), _vocabulary_size(folder)
-    if own is not None and other is not None and own != other:
+    policy = Path(recipe.model_path)
+    difference = token_difference(policy, folder)
+    if difference:
         yield (
-            f"{where}: {folder} has a vocabulary of {other} tokens; must be {own}, that of "
+            f"{where}: {folder} reads {difference}; must have the tokenizer of model.path, since "
+            "both read the same token ids. Use a model of the same family."
+        )
+        return
+    own, other = _vocabulary_size(policy), _vocabulary_size(folder)
+    # With the same tokenizer the rest of a larger embedding is padding (Qwen2.5 7B and 1.5B).
+    is_padded = difference == "" and own is not None and other is not None and other > own
+    if own is not None and other is not None and own != other and not is_padded:
+        least = "at least " if difference == "" else ""
+        yield (
+            f"{where}: {folder} has a vocabulary of {other} tokens; must be {least}{own}, that of "
             "model.path, since both read the same token ids. Use a model of the same family."
         )
 

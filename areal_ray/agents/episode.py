@@ -6,7 +6,6 @@ one line. Waits for: the agent; bounded by `timeout_s` of wall time over the who
 
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from areal_ray.agents.chat_client import ChatClient, LimitReachedError
 from areal_ray.core.config import Config
-from areal_ray.core.numeric import as_number
+from areal_ray.core.numeric import LARGEST_REWARD, as_number, is_reward
 from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Outcome
 from areal_ray.errors import ArealRayError, RecipeError
@@ -173,8 +172,11 @@ def _as_reward(returned: Any) -> float | None:
     if returned is None:
         return None
     number = as_number(returned)
-    if number is None or not math.isfinite(number):
-        raise TypeError(f"the agent returned {returned!r}; must be a finite number or None")
+    if number is None or not is_reward(number):
+        raise TypeError(
+            f"the agent returned {returned!r}; must be a finite number or None, within "
+            f"+-{LARGEST_REWARD:g}"
+        )
     return number
 
 

@@ -19,6 +19,7 @@ from areal_ray.algorithms.surrogates import (
     TokenSums,
     bounded_exp,
     cispo_loss,
+    clipped_surrogate,
     gspo_loss,
     masked,
     old_kl,
@@ -86,8 +87,7 @@ def ppo_clip_loss(
     log_ratio = masked(logprobs - old_logprobs, loss_mask)
     advantages = masked(advantages, loss_mask)
     ratio = bounded_exp(log_ratio)
-    clipped = ratio.clamp(*clip_range)
-    losses = torch.maximum(-ratio * advantages, -clipped * advantages)
+    losses, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
     is_dual = torch.zeros_like(loss_mask)
     if c_clip is not None:
         ceiling = -c_clip * advantages
@@ -95,7 +95,7 @@ def ppo_clip_loss(
         losses = torch.where(is_dual, ceiling, losses)
     if factor is not None:
         losses = losses * masked(factor, loss_mask)
-    sums = ratio_sums(log_ratio, loss_mask, ratio != clipped)
+    sums = ratio_sums(log_ratio, loss_mask, is_clipped)
     sums["dual_clipped"] = is_dual.sum()
     return weighted_sum(losses, token_weights, loss_mask), sums
 

@@ -15,6 +15,9 @@ Values = NDArray[np.float64]
 SumOverRanks = Callable[[list[float]], list[float]]
 """Adds up each of a few numbers over all ranks; every rank must call it."""
 
+_ROUNDING = 1e-13
+"""What float64 may lose of a mean over very many values, of their size."""
+
 
 def normalise(
     values: Values,
@@ -101,8 +104,9 @@ def _batch_statistics(
     count, total = sum_over_ranks([float(len(values)), float(values.sum())])
     mean = total / count if count else 0.0
     (squares,) = sum_over_ranks([float(np.square(values - mean).sum())])
-    degrees = max(1.0, count - unbiased)
-    return mean, float(np.sqrt(squares / degrees))
+    spread = float(np.sqrt(squares / max(1.0, count - unbiased)))
+    # Of equal values the mean may be a rounding away, and their deviation just that.
+    return mean, spread if spread > _ROUNDING * abs(mean) else 0.0
 
 
 def leave_one_out(values: Values, mask: NDArray[np.bool_], groups: NDArray[np.int64]) -> Values:

@@ -19,6 +19,7 @@ from areal_ray.algorithms.objective_parts import (
 )
 from areal_ray.algorithms.presets import (
     PRESETS,
+    RATIO_LOSSES,
     AggregationName,
     BehaviourWeight,
     LossName,
@@ -65,7 +66,7 @@ class ObjectiveConfig(Config):
     eps_clip: float | None = Field(None, gt=0.0, le=1.0)
     """The ratio is clipped below at 1 - eps_clip."""
     eps_clip_higher: float | None = Field(None, gt=0.0)
-    """... and above at 1 + eps_clip_higher; eps_clip where not given."""
+    """... and above at 1 + eps_clip_higher; null = as the kind says, else eps_clip."""
     c_clip: float | None = Field(None, gt=1.0)
     """Dual clip: the loss of a token with negative advantage A is at most c_clip * |A|
     (arXiv:1912.09729, eq. 5). Off by default."""
@@ -187,7 +188,8 @@ class ObjectiveConfig(Config):
     def _weight_problems(self) -> list[str]:
         problems = []
         weight, bounds = self.behaviour_weight, self.rejection_sampling
-        if weight in ("clamp", "mask") and bounds is None:
+        is_bounded = self.loss not in (*RATIO_LOSSES, "reinforce")  # refuses any weight, below
+        if weight in ("clamp", "mask") and bounds is None and not is_bounded:
             problems.append(
                 f"behaviour_weight: is '{weight}' without rejection_sampling, which holds its "
                 "bounds. Add the section, or use 'full' or 'none'."
@@ -195,10 +197,9 @@ class ObjectiveConfig(Config):
         if bounds is not None and weight != bounds.action:
             problems.append(
                 f"rejection_sampling: has action '{bounds.action}' with behaviour_weight "
-                f"'{weight}'; they must agree. Change one of them."
+                f"'{weight}'; they must agree. Give the action alone: it implies the weight."
             )
-        has_ratio = self.loss in ("ppo_clip", "gspo")
-        if self.clip_centre == "behaviour" and weight != "none" and has_ratio:
+        if self.clip_centre == "behaviour" and weight != "none" and self.loss in RATIO_LOSSES:
             problems.append(
                 f"behaviour_weight: is '{weight}' with clip_centre 'behaviour', whose ratio holds "
                 "that factor already. Use clip_centre 'proximal', kind 'decoupled_ppo', or "
@@ -226,7 +227,7 @@ class ObjectiveConfig(Config):
         if self.loss in ("sapo", "cispo", "topr") and self.behaviour_weight != "none":
             problems.append(
                 f"behaviour_weight: is '{self.behaviour_weight}' with loss '{self.loss}', whose "
-                "ratio holds that factor already; must be 'none'. Remove rejection_sampling."
+                "ratio holds that factor already; must be 'none'. Remove it and rejection_sampling."
             )
         if self.loss == "reinforce" and self.clip_centre == "proximal":
             problems.append(

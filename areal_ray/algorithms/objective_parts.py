@@ -114,6 +114,11 @@ class NormConfig(Config):
                 "outlier would be divided by next to nothing. Use 'none' or 'batch', or mean "
                 "'group'."
             )
+        if self.unbiased and self.std == "none":
+            raise ValueError(
+                "unbiased: is true with std 'none', to which it belongs. Give std ('group' or "
+                "'batch'), or remove it."
+            )
         return self
 
 

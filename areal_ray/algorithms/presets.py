@@ -35,6 +35,8 @@ ObjectiveKind = Literal[
     "opd",
 ]
 LossName = Literal["ppo_clip", "reinforce", "gspo", "sapo", "cispo", "topr"]
+RATIO_LOSSES = ("ppo_clip", "gspo")
+"""Those whose ratio may be taken against either policy."""
 AggregationName = Literal[
     "token_mean", "sequence_mean", "sequence_sum", "fixed_length", "rollout_mean"
 ]
@@ -138,7 +140,13 @@ def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         given: What a recipe says; null counts as nothing said.
+
+    Raises:
+        ValueError: A norm is given without a mean where the kind has one.
     """
+    problems = _norm_problems(given)
+    if problems:
+        raise ValueError("\n".join(problems))
     preset = PRESETS[given.get("kind", "grpo")]
     said = {name: value for name, value in given.items() if value is not None}
     parts = {**preset, **_implied_parts(preset, said)}
@@ -151,9 +159,22 @@ def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
         parts["behaviour_weight"] = action or "mask"
     if said.get("behaviour_weight") in ("none", "full"):
         parts.pop("rejection_sampling", None)
-    if "eps_clip" in said:
-        parts.pop("eps_clip_higher", None)
     return {**given, **parts, **said}
+
+
+def _norm_problems(given: Mapping[str, Any]) -> list[str]:
+    """Norms given without a mean where the kind has one: its baseline would go unnoticed."""
+    kind, problems = given.get("kind", "grpo"), []
+    for name in ("reward_norm", "advantage_norm"):
+        norm, mean = given.get(name), PRESETS[kind][name].mean
+        said = norm.model_fields_set if isinstance(norm, NormConfig) else norm
+        if mean != "none" and isinstance(said, (dict, set)) and said and "mean" not in said:
+            problems.append(
+                f"{name}: gives {' and '.join(sorted(said))} without mean, which kind '{kind}' has "
+                f"as '{mean}'; a norm given is a whole one. Add 'mean: {mean}' to keep it, or "
+                "'mean: none'."
+            )
+    return problems
 
 
 def _implied_parts(preset: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,7 +189,7 @@ def _implied_parts(preset: Mapping[str, Any], said: Mapping[str, Any]) -> Mappin
         return {}
     if loss == "reinforce":
         source = _SCORE
-    elif centre == "proximal":
+    elif centre == "proximal" and loss in RATIO_LOSSES:
         source = _DECOUPLED
     else:
         return {}

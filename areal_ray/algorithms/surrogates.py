@@ -55,9 +55,8 @@ def gspo_loss(
     mean_log_ratio = sequence_means(log_ratio, sequence_ids, loss_mask)
     advantages = sequence_means(masked(advantages, loss_mask), sequence_ids, loss_mask)
     ratio = bounded_exp(mean_log_ratio)
-    clipped = ratio.clamp(*clip_range)
-    losses = torch.maximum(-ratio * advantages, -clipped * advantages)
-    sums = ratio_sums(mean_log_ratio, loss_mask, ratio != clipped)
+    losses, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
+    sums = ratio_sums(mean_log_ratio, loss_mask, is_clipped)
     # A sequence's ratio says little of the distance a token has moved.
     sums["policy_kl"] = old_kl(log_ratio).sum()
     return weighted_sum(losses, token_weights, loss_mask), sums
@@ -140,6 +139,14 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp of log ratios that are first held within +-MAX_LOG_RATIO."""
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """[T] -min(ratio * A, clip(ratio) * A), and [T] bool where the clip took its gradient away."""
+    free, held = -ratio * advantages, -ratio.clamp(*clip_range) * advantages
+    return torch.maximum(free, held), held > free
 
 
 def weighted_sum(losses: Tensor, token_weights: Tensor, loss_mask: Tensor) -> Tensor:

@@ -4,6 +4,10 @@ import math
 import numbers
 from typing import Any
 
+LARGEST_REWARD = 1e18
+"""Its square is finite in float32 and its powers in float64, so that one absurd reward stops
+neither the statistics of a step nor a critic."""
+
 
 def as_number(value: Any) -> float | None:
     """The value of a Python, NumPy or torch scalar, truth values included; None = no number.
@@ -18,3 +22,8 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def is_reward(value: float) -> bool:
+    """Whether a number can be trained on: finite, and at most 1e18 either way."""
+    return abs(value) <= LARGEST_REWARD  # False for NaN

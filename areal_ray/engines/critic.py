@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from areal_ray.algorithms.packing import MicroBatch, TrainSequence
 from areal_ray.algorithms.values import clipped_value_loss
-from areal_ray.core.trajectory import Outcome
 from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.row_forward import RowForward, load_causal_model
@@ -98,7 +97,7 @@ class Critic:
     @torch.no_grad()
     def judge(self, lines: Sequence[Line]) -> ValueShare:
         """Values of all trained tokens of the lines, and beyond the end of truncated ones."""
-        truncated = [line.trajectory.outcome is Outcome.TRUNCATED for line in lines]
+        truncated = [line.is_truncated for line in lines]
         sequences = [_value_sequence(*pair) for pair in zip(lines, truncated, strict=True)]
         is_trained = np.ones(sum(s.num_trained for s in sequences), bool)
         ends = np.cumsum([s.num_trained for s in sequences], dtype=np.int64) - 1

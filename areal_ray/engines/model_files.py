@@ -115,6 +115,38 @@ def stop_token_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def token_difference(folder: Path, other: Path) -> str | None:
+    """The first token id that two folders' tokenizers read differently, in words.
+
+    Empty where all ids that both know mean the same; None where a folder has no tokenizer.json
+    that tells.
+    """
+    one, two = folder / "tokenizer.json", other / "tokenizer.json"
+    if not (one.is_file() and two.is_file()):
+        return None
+    if one.read_bytes() == two.read_bytes():
+        return ""
+    own, others = _known_tokens(one), _known_tokens(two)
+    if not own or not others:
+        return None
+    wrong = min((i for i in own.keys() & others.keys() if own[i] != others[i]), default=None)
+    return "" if wrong is None else f"token {wrong} as {others[wrong]!r}, not {own[wrong]!r}"
+
+
+def _known_tokens(file: Path) -> dict[int, str]:
+    """Of a tokenizer.json, token by id; empty where it cannot be read."""
+    try:
+        told = _read_json(file)
+        listed = told.get("model", {}).get("vocab", {})
+        if isinstance(listed, dict):
+            known = {i: token for token, i in listed.items()}
+        else:  # Unigram: pairs of token and score, in the order of their ids
+            known = {i: token for i, (token, _) in enumerate(listed)}
+        return known | {added["id"]: added["content"] for added in told.get("added_tokens") or ()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 

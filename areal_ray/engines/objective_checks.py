@@ -57,6 +57,11 @@ def _model_problems(objective: ObjectiveConfig, around: Surroundings) -> Iterato
 
 def _critic_problems(objective: ObjectiveConfig, around: Surroundings) -> Iterator[str]:
     gae = objective.gae
+    if gae.discount == 0.0 and objective.distillation is None:
+        yield (
+            "objective.gae.discount: is 0 without distillation; an episode's reward would teach "
+            f"its last {gae.unit} alone. Use a discount above 0."
+        )
     if around.critic is None:
         if objective.kind == "ppo":
             yield (
@@ -84,20 +89,18 @@ def _group_problems(objective: ObjectiveConfig, around: Surroundings) -> Iterato
     assert rewards is not None, "filled in by the kind"
     assert advantages is not None, "filled in by the kind"
     reads_group = objective.has_group_baseline or rewards.std == "group"
-    if around.n_samples == 1 and reads_group:
+    # With nothing to tell its tokens apart, an episode is one sample to advantage_norm too.
+    is_one = objective.gae.discount == 1.0 and not objective.has_token_rewards
+    mean = advantages.mean if is_one and around.critic is None else "none"
+    if around.n_samples == 1 and (reads_group or mean == "group"):
         yield (
             "admission.n_samples: is 1; the baseline is the mean of a group, so a single "
             "sample never has an advantage. Use 2 or more."
         )
-    elif around.n_samples * around.groups_per_step == 1 and rewards.mean == "batch":
+    elif around.n_samples * around.groups_per_step == 1 and "batch" in (rewards.mean, mean):
         yield (
             "admission.groups_per_step: is 1 with n_samples 1; the baseline is the mean of the "
             "step, so a single sample never has an advantage. Use 2 or more."
-        )
-    if advantages.mean == "leave_one_out":
-        yield (
-            "objective.advantage_norm.mean: is 'leave_one_out', which is for the rewards of "
-            "siblings; tokens have none. Use it in reward_norm, or 'group', 'batch' or 'none'."
         )
 
 

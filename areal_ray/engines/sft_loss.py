@@ -73,7 +73,8 @@ class SftLoss:
         assert config is not None, "checked by the caller"
         assert teacher is not None, "checked by the caller"
         student = _wide(self._forward.logits_of(states)) / config.temperature
-        wanted = _wide(teacher.logits_of(told)) / config.temperature
+        # A teacher's embedding may be padded beyond the student's vocabulary.
+        wanted = _wide(teacher.logits_of(told))[:, : student.shape[-1]] / config.temperature
         if config.top_k is None or config.top_k >= student.shape[-1]:
             gaps = full_kl(student, wanted, direction=config.direction)
         else:

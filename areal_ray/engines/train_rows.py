@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.packing import TrainSequence
-from areal_ray.core.trajectory import Group, Outcome, Trajectory
+from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,14 @@ class Line:
     """Number of its group in the share."""
     episode: int
     """Place of its episode in the group."""
+    is_last: bool = True
+    """It holds the turn that its episode sampled last; other branches had ended before."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit cut it short, so that more reward might have followed its end."""
+        cut = self.is_last or self.trajectory.stop_reason is StopReason.LENGTH
+        return cut and self.trajectory.outcome is Outcome.TRUNCATED
 
     @property
     def num_trained(self) -> int:
@@ -110,10 +118,16 @@ class _Collector:
         values, lengths = list(rewards.values()), [0] * len(rewards)
         self._sums["left_out"] += values.count(None)
         training = set()
-        for trajectory in group.trajectories:
+        ends = [int(t.turn_ids.max(initial=-1)) for t in group.trajectories]
+        last_turns: dict[str, int] = {}
+        for trajectory, end in zip(group.trajectories, ends, strict=True):
+            name = trajectory.episode_id
+            last_turns[name] = max(end, last_turns.get(name, end))
+        for trajectory, end in zip(group.trajectories, ends, strict=True):
             place = places[trajectory.episode_id]
             lengths[place] += trajectory.num_sampled_tokens
-            if values[place] is not None and self._add_line(trajectory, number, place):
+            is_last = end == last_turns[trajectory.episode_id]
+            if values[place] is not None and self._add_line(trajectory, number, place, is_last):
                 training.add(place)
         self._sums["rollouts"] += len(training)
         self._rewards.append(values)
@@ -136,7 +150,7 @@ class _Collector:
         reward = trajectory.reward
         return None if reward is None or math.isnan(reward) else reward
 
-    def _add_line(self, trajectory: Trajectory, group: int, episode: int) -> bool:
+    def _add_line(self, trajectory: Trajectory, group: int, episode: int, is_last: bool) -> bool:
         """Whether any of its tokens train."""
         trained = trajectory.loss_mask
         if self._oldest is not None:
@@ -147,7 +161,7 @@ class _Collector:
         if not len(versions):
             return False
         self._count(versions)
-        self._lines.append(Line(trajectory, trained, versions, group, episode))
+        self._lines.append(Line(trajectory, trained, versions, group, episode, is_last))
         return True
 
     def _count(self, versions: NDArray[np.int32]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_ray.core.config import Config
-from areal_ray.core.numeric import as_number
+from areal_ray.core.numeric import LARGEST_REWARD, as_number, is_reward
 from areal_ray.errors import RecipeError
 
 Reward = Callable[..., Any]
@@ -93,8 +93,9 @@ def read_returned(returned: Any) -> Scored:
     if value is None:
         kind = type(returned).__name__
         return Scored(None, f"the reward returned a {kind}, not a number", details)
-    if not math.isfinite(value):
-        return Scored(None, f"the reward returned {value}, not a finite number", details)
+    if not is_reward(value):
+        reason = f"the reward returned {value}, not a finite number within +-{LARGEST_REWARD:g}"
+        return Scored(None, reason, details)
     return Scored(value, "", details)
 
 

@@ -10,7 +10,7 @@ reward/mean | | mean | Reward as scored, over the episodes trained on; before an
 reward/group_std | | mean | Standard deviation of the reward within a group, mean over groups.
 reward/min | | min | Smallest reward as scored.
 reward/max | | max | Largest reward as scored.
-reward/shaped_mean | | mean | Reward after shaping (length or KL penalties), if any.
+reward/shaped_mean | | mean | Reward after objective.reward_shaping, if any; before any norm.
 reward/chosen_mean | | mean | DPO, reward model: reward of the better answers of the pairs.
 reward/rejected_mean | | mean | The same of the worse answers.
 reward/margin_mean | | mean | The difference of the two.
@@ -40,23 +40,23 @@ learner/loss | | mean | The loss that was minimised, as its global mean.
 learner/grad_norm_max | | max | Largest gradient norm before clipping, over the updates.
 learner/lr | | last | Learning rate of the last update.
 learner/entropy_nats | nats | mean | Entropy of the policy, mean over computed tokens.
-learner/ratio_mean | | mean | exp(policy - proximal log-prob), mean over computed tokens.
-learner/ratio_max | | max | Largest exp(policy - proximal log-prob).
+learner/ratio_mean | | mean | exp(policy - old log-prob), as the loss takes it; computed tokens.
+learner/ratio_max | | max | The largest of these.
 learner/policy_kl_nats | nats | mean | Estimated KL between proximal policy and policy.
-learner/clipped_fraction | fraction | mean | Tokens whose ratio lies outside the clip range.
+learner/clipped_fraction | fraction | mean | Tokens whose ratio the clip bounds, gradient and all.
 learner/dual_clipped_fraction | fraction | mean | Tokens held by the dual clip.
 learner/behaviour_weight_mean | | mean | exp(proximal - behaviour log-prob), before cap or mask.
 learner/behaviour_weight_max | | max | Largest behaviour weight, before cap or mask.
 learner/used_behaviour_weight_mean | | mean | Behaviour weights as the loss used them, capped.
-learner/behaviour_kl_nats | nats | mean | Estimated KL between behaviour policy and proximal policy.
-learner/rejected_fraction | fraction | mean | Tokens that rejection sampling leaves out.
+learner/behaviour_kl_nats | nats | mean | KL(behaviour, proximal), or to policy if ratios are so.
+learner/rejected_fraction | fraction | mean | Tokens that rejection_sampling masks or clamps.
 learner/trained_tokens | tokens | sum | Tokens in the loss: neither prompt nor padding.
 learner/teaching_tokens | tokens | sum | Trained tokens whose advantage is not zero.
 learner/computed_tokens | tokens | sum | Tokens of forward passes, a shared prompt once.
 learner/padded_tokens | tokens | sum | Tokens of forward passes, padding included.
 learner/masked_stale_tokens | tokens | sum | Sampled tokens left out of the loss for being too old.
 learner/sequences | | sum | Trajectories (branches count) that entered the step.
-learner/left_out_episodes | episodes | sum | Episodes of the step that have no reward.
+learner/left_out_episodes | episodes | sum | Episodes without a reward, or cut by mask_truncated.
 learner/equal_reward_groups | groups | sum | Groups of the step whose shaped rewards are equal.
 learner/micro_batches | | sum | Forward and backward passes.
 learner/updates | updates | sum | Optimizer updates taken.

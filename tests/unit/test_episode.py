@@ -78,7 +78,7 @@ def test_an_agents_own_reward_is_kept_and_none_leaves_it_to_the_reward_function(
     assert World().run(one_turn).reward is None
 
 
-@pytest.mark.parametrize("returned", ["1", float("nan"), [1]])
+@pytest.mark.parametrize("returned", ["1", float("nan"), 1e200, [1]])
 def test_a_return_value_that_is_no_reward_is_the_agents_error(returned):
     async def agent(task: Task, client: ChatClient) -> Any:
         return returned

@@ -56,6 +56,16 @@ def test_the_upper_clip_may_differ_from_the_lower():
     assert sums["clipped"].item() == 1
 
 
+def test_a_token_counts_as_clipped_where_the_clip_takes_its_gradient():
+    at = torch.log(column(1.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.1))
+    advantages = column(1.0, -1.0, 0.0, 1.0, -1.0, 0.0, 1.0)
+    flat = (torch.zeros_like(at), advantages, every(7), ones(7))
+    slope = gradient(lambda x: ppo_clip_loss(x, *flat)[0], at)
+    held = (slope == 0.0) & (advantages != 0.0)
+    assert held.tolist() == [True, False, False, False, True, False, False]
+    assert ppo_clip_loss(at, *flat)[1]["clipped"].item() == int(held.sum())
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_the_gradient_at_the_sampling_policy_is_reinforce(name, is_recomputed):

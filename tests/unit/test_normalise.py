@@ -76,11 +76,11 @@ UNEQUAL = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
 GROUPS = np.array([0, 0, 1, 1, 1, 2])
 
 
-def _normalised(values, groups=None, mask=None, **scopes):
+def _normalised(values, groups=None, mask=None, min_spread=1e-6, **scopes):
     values = np.asarray(values, np.float64)
     mask = np.ones(len(values), bool) if mask is None else np.asarray(mask, bool)
     groups = np.zeros(len(values), int) if groups is None else np.asarray(groups)
-    return normalise(values, mask, groups, NormConfig(**scopes))
+    return normalise(values, mask, groups, NormConfig(**scopes), min_spread=min_spread)
 
 
 def test_groups_of_unequal_size_are_kept_apart():
@@ -147,6 +147,18 @@ def test_values_that_are_equal_are_centred_on_exactly_zero_and_never_divided():
     assert _normalised(equal, std="group").tolist() == equal
     assert _normalised(equal, std="batch").tolist() == equal
     assert _normalised([]).tolist() == []
+
+
+@pytest.mark.parametrize("reward", [0.1, 12345678.9, -1e15 / 3])
+@pytest.mark.parametrize("count", [3, 7, 1000])
+def test_the_rounding_of_a_mean_is_no_spread(reward, count):
+    equal = [reward] * count
+    for mean in ("group", "batch"):
+        found = _normalised(equal, mean=mean, std="batch", min_spread=0.0)
+        assert found.tolist() == [0.0] * count
+    assert _normalised(equal, std="batch", min_spread=0.0).tolist() == equal
+    apart = _normalised([reward, reward * (1 + 1e-9)], mean="batch", std="batch", min_spread=0.0)
+    np.testing.assert_allclose(np.abs(apart), 1.0)
 
 
 def test_no_scope_leaves_values_as_they_are():

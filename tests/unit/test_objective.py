@@ -148,10 +148,18 @@ def test_the_behaviour_weight_is_never_lost_by_omission():
     assert (asked.behaviour_weight, asked.rejection_sampling) == ("none", None)
 
 
-def test_a_lower_clip_of_one_s_own_holds_on_both_sides():
-    assert ObjectiveConfig(kind="dapo", eps_clip=0.1).clip_range == pytest.approx((0.9, 1.1))
-    both = ObjectiveConfig(kind="dapo", eps_clip=0.1, eps_clip_higher=0.3)
-    assert both.clip_range == pytest.approx((0.9, 1.3))
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"kind": "grpo", "eps_clip": 0.1}, (0.9, 1.1)),  # has no upper clip of its own
+        ({"kind": "dapo", "eps_clip": 0.1}, (0.9, 1.28)),
+        ({"kind": "cispo", "eps_clip": 1.0}, (0.0, 5.0)),
+        ({"kind": "dapo", "eps_clip": 0.1, "eps_clip_higher": 0.3}, (0.9, 1.3)),
+        ({"kind": "dapo", "eps_clip_higher": 0.3}, (0.8, 1.3)),
+    ],
+)
+def test_a_lower_clip_of_one_s_own_leaves_the_upper_as_the_name_says(fields, expected):
+    assert ObjectiveConfig(**fields).clip_range == pytest.approx(expected)
 
 
 def test_lengths_are_those_of_the_sampling_limit():
@@ -216,6 +224,11 @@ REFUSED = [
         "makes its own",
     ),
     ({"kind": "opd", "distillation": {"rl_weight": 1.0}}, "would teach its last token alone"),
+    ({"kind": "rloo", "reward_norm": {"std": "batch"}}, "Add 'mean: leave_one_out' to keep it"),
+    ({"kind": "rloo", "reward_norm": NormConfig(std="batch")}, "Add 'mean: leave_one_out'"),
+    ({"kind": "ppo", "advantage_norm": {"std": "none"}}, "advantage_norm: gives std without mean"),
+    ({"reward_norm": {"mean": "group", "unbiased": True}}, "is true with std 'none'"),
+    ({"kind": "cispo", "behaviour_weight": "mask"}, "must be 'none'"),
     ({"advantage_norm": {"mean": "leave_one_out"}}, "is a baseline of rewards"),
     ({"kl": {"kl_ctl": 0.1, "estimator": "k1", "where": "loss"}}, "mean zero"),
     ({"kl": {"kl_ctl": 0.0}}, "greater than 0"),
@@ -251,6 +264,23 @@ def test_an_objective_that_makes_no_sense_is_refused_with_the_reason(fields, mes
 def test_bounds_that_make_no_sense_are_refused_with_the_reason(fields, message):
     with pytest.raises(ValidationError, match=message):
         RejectionSamplingConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "sapo", "clip_centre": "proximal"},
+        {"kind": "topr", "behaviour_weight": "clamp"},
+        {"kind": "cispo", "rejection_sampling": {"upper": 2.0}},
+    ],
+)
+def test_a_loss_that_bounds_its_ratio_itself_tells_of_nothing_that_was_not_said(fields):
+    with pytest.raises(ValidationError) as refusal:
+        ObjectiveConfig(**fields)
+    told = str(refusal.value)
+    assert ("clip_centre: is" in told) == ("clip_centre" in fields)
+    assert ("behaviour_weight: is" in told) == ("clip_centre" not in fields)
+    assert "Add the section" not in told
 
 
 def test_all_problems_of_an_objective_are_told_at_once():

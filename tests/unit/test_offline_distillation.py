@@ -77,6 +77,24 @@ def test_over_the_whole_vocabulary_the_loss_is_the_exact_kl(student, teacher, di
     assert 0.0 < some.metrics[KL] < expected
 
 
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_a_teacher_padded_beyond_the_student_s_vocabulary_teaches_the_same(
+    student, teacher, tmp_path, top_k
+):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 20, mean_resizing=False)
+    model.lm_head.weight.data[size:] = 0.1  # no likelier than others, and no less
+    model.save_pretrained(tmp_path)
+    made = [
+        engine(student, path, top_k=top_k).sft_step(examples()).metrics[KL]
+        for path in (teacher, tmp_path)
+    ]
+    assert made[1] == pytest.approx(made[0], rel=1e-9)
+
+
 def test_who_is_its_own_teacher_learns_nothing(student):
     own = engine(student, student, top_k=16)
     before = {name: tensor.clone() for name, tensor in own.weights().items()}

@@ -156,3 +156,37 @@ def test_a_model_beside_the_policy_must_be_there_whole_and_of_the_same_vocabular
     assert told("other") == []  # no tokenizer is asked of it
     if name != "teacher":
         assert told("null") == []
+
+
+TOKENS = {"a": 0, "b": 1, "</s>": 2}
+UNIGRAM = [["a", -1.0], ["b", -2.0]]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "size", "must"),
+    [
+        ({"model": {"vocab": TOKENS}}, 300, None),
+        ({"model": {"vocab": TOKENS}}, 320, None),  # an embedding padded further
+        ({"model": {"vocab": TOKENS}}, 280, "must be at least 300"),
+        ({"model": {"vocab": TOKENS}, "added_tokens": [{"id": 3, "content": "x"}]}, 320, None),
+        ({"model": {"vocab": UNIGRAM}, "added_tokens": [{"id": 2, "content": "</s>"}]}, 300, None),
+        ({"model": {"vocab": {"b": 0, "a": 1}}}, 300, "reads token 0 as 'b', not 'a'"),
+        (
+            {"model": {"vocab": TOKENS}, "added_tokens": [{"id": 2, "content": "<end>"}]},
+            320,
+            "reads token 2 as '<end>', not '</s>'",
+        ),
+        ({"model": 1}, 320, "must be 300"),  # tells nothing
+    ],
+)
+def test_a_model_beside_the_policy_reads_its_token_ids_alike(folder, tokenizer, size, must):
+    (folder / "model/config.json").write_text(json.dumps({"vocab_size": 300}))
+    (folder / "model/tokenizer.json").write_text(json.dumps({"model": {"vocab": TOKENS}}))
+    other = folder / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"")
+    (other / "config.json").write_text(json.dumps({"vocab_size": size}))
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    told = check_files(recipe_of(folder, "objective.kind=opd", "teacher={path: other}"))
+    assert len(told) == (must is not None), told
+    assert must is None or must in told[0]

@@ -94,6 +94,9 @@ def test_what_cannot_work_is_refused_with_its_key_and_what_must_be(override, key
     assert must in lines[0]
 
 
+ONE_SAMPLE = ("admission.n_samples=1",)
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "must"),
     [
@@ -104,6 +107,12 @@ def test_what_cannot_work_is_refused_with_its_key_and_what_must_be(override, key
         (["objective.kind=ppo"], "objective.kind", "use kind 'grpo' or 'decoupled_ppo'"),
         (["critic={path: null}"], "critic", "two baselines would be subtracted"),
         (["objective.gae={gae_lambda: 0.9}"], "objective.gae", "without a critic"),
+        (["objective.gae={discount: 0}"], "objective.gae.discount", "its last token alone"),
+        (
+            ["objective={kind: ppo, gae: {discount: 0, unit: turn}}", "critic={}"],
+            "objective.gae.discount",
+            "its last turn alone",
+        ),
         (
             [
                 "objective={kind: decoupled_ppo, prox_logp_method: reuse}",
@@ -123,9 +132,19 @@ def test_what_cannot_work_is_refused_with_its_key_and_what_must_be(override, key
             "Use 2 or more",
         ),
         (
-            ["objective={reward_norm: {std: group}}", "admission.n_samples=1"],
+            ["objective={reward_norm: {mean: none, std: group}}", "admission.n_samples=1"],
             "admission.n_samples",
             "Use 2 or more",
+        ),
+        (
+            ["objective={kind: reinforce_pp, advantage_norm: {mean: group}}", *ONE_SAMPLE],
+            "admission.n_samples",
+            "never has an advantage",
+        ),
+        (
+            ["objective={kind: reinforce_pp}", *ONE_SAMPLE, "admission.groups_per_step=1"],
+            "admission.groups_per_step",
+            "never has an advantage",
         ),
         (
             ["objective.advantage_norm={mean: leave_one_out}"],
@@ -155,6 +174,14 @@ def test_an_objective_and_the_sections_around_it_must_make_sense_together(overri
         ["objective={kind: ppo, gae: {gae_lambda: 0.95}}", "critic={optimizer: {lr: 0.001}}"],
         ["objective={kind: decoupled_ppo, prox_logp_method: loglinear}"],
         ["objective={reward_norm: {mean: batch}}", "admission.n_samples=1"],
+        # Its tokens differ: by the critic's values, or by their KL.
+        ["objective={kind: ppo}", "critic={}", *ONE_SAMPLE, "admission.groups_per_step=1"],
+        [
+            "objective={kind: reinforce_pp, kl: {kl_ctl: 0.1}}",
+            "reference={}",
+            *ONE_SAMPLE,
+            "admission.groups_per_step=1",
+        ],
     ],
 )
 def test_an_objective_with_the_sections_it_needs_loads_and_reads_back_the_same(overrides):

@@ -27,6 +27,8 @@ def test_a_number_is_the_reward_whatever_its_type(returned, reward):
         ({"reward": None}, "abstained"),
         (float("nan"), "nan, not a finite number"),
         (float("inf"), "inf, not a finite number"),
+        (10**400, "inf, not a finite number"),
+        (-1e200, "-1e+200, not a finite number within +-1e+18"),
         ("1", "returned a str"),
         ([1.0], "returned a list"),
         ({"score": 1}, "no 'reward'; its keys: score"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_ray.algorithms.objective import ObjectiveConfig
-from areal_ray.core.trajectory import Group, Outcome
+from areal_ray.core.trajectory import Group, Outcome, StopReason
 from areal_ray.engines.advantage_columns import line_lengths, score_step
 from areal_ray.engines.step_batch import train_batch
 from areal_ray.engines.train_rows import collect_lines
@@ -144,3 +144,24 @@ def test_no_groups_make_an_empty_batch():
     assert batch.sequences == []
     assert len(batch.behaviour_logprobs) == len(batch.advantages) == 0
     assert batch.counts.tokens == 0
+
+
+def test_of_a_truncated_episode_only_what_the_limit_cut_is_bootstrapped():
+    """Branch 0 split and ended, a sub-agent ran into its token limit, the last turn is branch 2's;
+    the other episode ended by itself."""
+    group = _group([1.0, 0.0])
+    main, other = group.trajectories
+    turns = main.turn_ids
+    branches = [
+        replace(
+            main,
+            branch_id=number,
+            turn_ids=np.where(turns >= 0, turns + 2 * number, -1).astype(np.int16),
+            outcome=Outcome.TRUNCATED,
+            stop_reason=reason,
+        )
+        for number, reason in enumerate((StopReason.STOP, StopReason.LENGTH, StopReason.STOP))
+    ]
+    whole = Group(group.group_id, group.task_id, (*branches, other))
+    lines = collect_lines([whole], GRPO, 0, None).lines
+    assert [line.is_truncated for line in lines] == [False, True, True, False]
