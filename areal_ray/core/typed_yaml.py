@@ -163,12 +163,12 @@ class _Reader:
         if former:
             return f"is no longer a key. {former}"
         fields = list(schema.model_fields)
-        near = difflib.get_close_matches(name, fields, n=1)
+        elsewhere = [key for key in all_keys(self._root) if key.rpartition(".")[2] == name]
+        below = [key for key in elsewhere if key.startswith(f"{section}.")]
+        near = below or [field for field in fields if _is_short_for(name, field)]
+        near = near or difflib.get_close_matches(name, fields, n=1)
         if near:
             return f"unknown key. Did you mean '{near[0]}'?"
-        keys = all_keys(self._root)
-        elsewhere = [key for key in keys if key.rpartition(".")[2] == name]
-        elsewhere.sort(key=lambda key: not key.startswith(f"{section}."))  # below it, if anywhere
         if elsewhere:
             return f"unknown key. Did you mean '{elsewhere[0]}'?"
         return f"unknown key. Known keys: {', '.join(fields)}."
@@ -254,6 +254,13 @@ def _kinds(section: type[BaseModel]) -> tuple[Any, ...]:
     return get_args(field.annotation) if field is not None and is_tagged else ()
 
 
+def _is_short_for(name: str, field: str) -> bool:
+    """Whether each word of a name begins that of a field: adv_norm, agg."""
+    words, wholes = name.split("_"), field.split("_")
+    begins = (whole.startswith(word) and word for word, whole in zip(words, wholes, strict=False))
+    return len(words) == len(wholes) and all(begins)
+
+
 def _wanted(node: Node, options: list[Any]) -> str:
     """What is, what must be, and the nearest allowed word."""
     words = [w for o in options if get_origin(o) is Literal for w in get_args(o)]
@@ -266,7 +273,8 @@ def _wanted(node: Node, options: list[Any]) -> str:
     names += ["null"] if type(None) in options else []
     told = f"is {_show(node)}; must be {' or '.join(names)}."
     if isinstance(node, Scalar):
-        near = difflib.get_close_matches(node.text, [str(word) for word in words], n=1)
+        plain = {str(word).lower(): str(word) for word in words}
+        near = [plain[w] for w in difflib.get_close_matches(node.text.lower(), list(plain), n=1)]
         if near:
             told += f" Did you mean '{near[0]}'?"
         elif node.is_null and (str in options or Path in options):

@@ -84,6 +84,9 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
             "unknown key. Did you mean 'evaluation.tasks.limit'?",
         ),
         ("objective.kind=grop", "objective.kind", "Did you mean 'grpo'?"),
+        ("objective.kind=DAPO", "objective.kind", "Did you mean 'dapo'?"),
+        ("objective.discount=0.9", "objective.discount", "mean 'objective.gae.discount'?"),
+        ("objective.adv_norm={mean: batch}", "objective.adv_norm", "mean 'advantage_norm'?"),
         ("weights.bucket_bytes=17", "weights.bucket_bytes", "multiple of 16"),
     ],
 )
