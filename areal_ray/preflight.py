@@ -16,13 +16,15 @@ from areal_ray.agents.task_stream import TasksConfig, fit_prompts, load_tasks
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task
 from areal_ray.engines.model_files import token_difference
+from areal_ray.engines.reward_model import has_score_head
 from areal_ray.errors import ArealRayError, RecipeError
-from areal_ray.recipe import Recipe, model_recipe
+from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
 from areal_ray.run_folder import conflict, in_use
 from areal_ray.runtime.run_config import is_hub_name
 
 _HUB_TIMEOUT_S = 3.0
+_REWARD_PATH = "reward.args.path"
 
 
 def preflight(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -109,23 +111,42 @@ def _read_config(folder: Path) -> dict[str, Any] | str:
 
 
 def _companion_problems(recipe: Recipe) -> Iterator[str]:
-    """Reference, teacher and critic: there, and of the policy's vocabulary."""
-    for name in ("reference", "teacher", "critic"):
-        section = getattr(recipe, name)
-        if section is None or section.path in (None, recipe.model.path):
-            continue  # not used, or the policy's own start
-        where, path = f"{name}.path", getattr(recipe.companions, f"{name}_path")
+    """Reference, teacher, critic and reward model: there, and of the policy's vocabulary."""
+    for where, said, path in _companions(recipe):
+        if said == recipe.model.path and where != _REWARD_PATH:
+            continue  # the policy's own start
         folder = Path(path)
         if recipe.model.create is not None and folder.is_relative_to(recipe.model_path):
             continue  # made with the model
         if (folder / "config.json").is_file():
             yield from _checkpoint_problems(folder, where)
             yield from _vocabulary_problems(recipe, folder, where)
-        elif folder.exists() or not is_hub_name(section.path) or not _is_on_hub(path):
+            if where == _REWARD_PATH:
+                yield from _caught(where, lambda folder=folder: _require_head(folder))  # type: ignore[misc]
+        elif folder.exists() or not is_hub_name(said) or not _is_on_hub(path):
             yield (
                 f"{where}: {path!r} is no checkpoint folder here, and no model that the Hugging "
                 "Face hub answers for. Check the path."
             )
+
+
+def _companions(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Key, and path as said and as placed, of each model beside the policy that has one."""
+    for name in ("reference", "teacher", "critic"):
+        section = getattr(recipe, name)
+        if section is not None and section.path is not None:
+            yield f"{name}.path", section.path, getattr(recipe.companions, f"{name}_path")
+    reward = recipe.reward
+    if reward is not None and reward.score == REWARD_MODEL and "path" in reward.args:
+        yield _REWARD_PATH, str(reward.args["path"]), str(reward.args["path"])
+
+
+def _require_head(folder: Path) -> None:
+    if not has_score_head(folder):
+        raise RecipeError(
+            f"{_REWARD_PATH}: {folder} has no tensor score.weight, so every score would be 0; must "
+            "be a reward model. A run of kind: reward_model leaves one."
+        )
 
 
 def _vocabulary_problems(recipe: Recipe, folder: Path, where: str) -> Iterator[str]:

@@ -47,6 +47,8 @@ from areal_ray.telemetry.sinks import TelemetryConfig
 
 MODEL_FOLDER = "model"
 """Of a run's final Hugging Face checkpoint, in its folder."""
+REWARD_MODEL = "areal_ray.engines.reward_model:score"
+"""`reward.score` where the reward is a model."""
 
 _SEED = "{seed}"
 _FILEROOT = "{fileroot}"

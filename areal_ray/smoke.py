@@ -12,11 +12,10 @@ from typing import Any
 from areal_ray.agents import sample_rows
 from areal_ray.engines.tiny_model import TEACHER_FOLDER
 from areal_ray.errors import RecipeError
-from areal_ray.recipe import Recipe, parse_recipe
+from areal_ray.recipe import REWARD_MODEL, Recipe, parse_recipe
 
 _MODEL = "{fileroot}/smoke-model"
 _ROWS = "areal_ray.agents.sample_rows"
-_REWARD_MODEL = "areal_ray.engines.reward_model:score"
 _NUM_ROWS = 8
 _NUM_HELD_OUT = 4
 _STEPS = 2
@@ -79,7 +78,7 @@ def _models(recipe: Recipe) -> Changes:
     if reward is None:
         return changes
     args = dict(reward.args)
-    if reward.score == _REWARD_MODEL:
+    if reward.score == REWARD_MODEL:
         args["path"] = str(_MODEL.replace("{fileroot}", recipe.cluster.fileroot))
     roots = [str(root) for root in recipe.import_roots]
     changes |= {

@@ -41,7 +41,7 @@ def load_score_model(path: Path | str, config: TorchTrainConfig) -> Any:
             "classifier; a reward model must. Use a model of the Llama, Qwen, Mistral or Gemma "
             "family."
         )
-    if not _has_head(folder):
+    if not has_score_head(folder):
         nn.init.zeros_(head.weight)
     ends = stop_token_ids(folder)
     if model.config.pad_token_id is None or model.config.pad_token_id in ends:
@@ -116,11 +116,19 @@ def _scorer(path: str, device: str, dtype: str) -> Any:
     return model.to(torch.bfloat16) if dtype == "bfloat16" else model
 
 
-def _has_head(folder: Path) -> bool:
-    from safetensors import safe_open
+def has_score_head(folder: Path) -> bool:
+    """Whether a checkpoint has the head of a reward model; without one all scores are 0.
+
+    Raises:
+        DataError: A file of it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
 
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            if "score.weight" in opened.keys():  # noqa: SIM118 (not iterable itself)
-                return True
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                if "score.weight" in opened.keys():  # noqa: SIM118 (not iterable itself)
+                    return True
+        except SafetensorError as error:
+            raise DataError(f"{file}: cannot be read: {error}. Copy it again.") from error
     return False

@@ -158,6 +158,25 @@ def test_a_model_beside_the_policy_must_be_there_whole_and_of_the_same_vocabular
         assert told("null") == []
 
 
+def test_a_reward_model_is_looked_for_before_anything_starts(folder):
+    def told(path):
+        args = f"reward.args={{path: {path}}}"
+        score = "reward.score=areal_ray.engines.reward_model:score"
+        return check_files(recipe_of(folder, score, args))
+
+    (line,) = told("./judge")
+    assert line.startswith("reward.args.path: './judge' is no checkpoint folder here")
+    header = json.dumps({"score.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+    whole = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
+    (folder / "model/model.safetensors").write_bytes(whole)
+    assert told("./model") == []
+    (folder / "model/model.safetensors").write_bytes(whole.replace(b"score", b"other"))
+    (line,) = told("model")  # the policy's own start is none
+    assert "so every score would be 0; must be a reward model" in line
+    (folder / "model/model.safetensors").write_bytes(whole[:9])
+    assert "cannot be read" in told("./model")[0]
+
+
 TOKENS = {"a": 0, "b": 1, "</s>": 2}
 UNIGRAM = [["a", -1.0], ["b", -2.0]]
 
