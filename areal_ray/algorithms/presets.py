@@ -180,20 +180,21 @@ def _norm_problems(given: Mapping[str, Any]) -> list[str]:
 def _implied_parts(preset: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping[str, Any]:
     """The behaviour weight that a loss or centre other than the preset's needs.
 
-    Only where nothing is said of the weight: it is never lost by omission.
+    Only where nothing is said of the weight: it is never lost by omission, nor counted twice by
+    a ratio in place of a score.
     """
     if "behaviour_weight" in said or "rejection_sampling" in said:
         return {}
     loss, centre = said.get("loss", preset["loss"]), said.get("clip_centre", preset["clip_centre"])
-    if preset["behaviour_weight"] != "none":
+    is_score = preset["loss"] == "reinforce"
+    if preset["behaviour_weight"] != "none" and not (is_score and loss != "reinforce"):
         return {}
+    source = _CLIPPED
     if loss == "reinforce":
         source = _SCORE
     elif centre == "proximal" and loss in RATIO_LOSSES:
         source = _DECOUPLED
-    else:
-        return {}
-    return {name: source[name] for name in ("behaviour_weight", "rejection_sampling")}
+    return {name: source.get(name) for name in ("behaviour_weight", "rejection_sampling")}
 
 
 def _completed_sections(

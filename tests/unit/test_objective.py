@@ -144,8 +144,18 @@ def test_the_behaviour_weight_is_never_lost_by_omission():
     assert moved.rejection_sampling == RejectionSamplingConfig(upper=5.0)
     plain = ObjectiveConfig(kind="grpo", loss="reinforce")
     assert plain.behaviour_weight == "clamp"
+    ratio = ObjectiveConfig(kind="rloo", loss="ppo_clip", clip_centre="proximal")
+    assert (ratio.behaviour_weight, ratio.rejection_sampling.upper) == ("mask", 5.0)
     asked = ObjectiveConfig(kind="grpo", clip_centre="proximal", behaviour_weight="none")
     assert (asked.behaviour_weight, asked.rejection_sampling) == ("none", None)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "sapo", "cispo", "topr"])
+def test_a_ratio_in_place_of_a_score_brings_the_behaviour_weight_itself(loss):
+    rloo = ObjectiveConfig(kind="rloo", loss=loss)
+    assert (rloo.behaviour_weight, rloo.rejection_sampling) == ("none", None)
+    assert rloo.reward_norm.mean == "leave_one_out"
+    assert ObjectiveConfig(**rloo.model_dump()) == rloo
 
 
 @pytest.mark.parametrize(
