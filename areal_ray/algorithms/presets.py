@@ -46,6 +46,7 @@ _NOTHING = NormConfig()
 _GROUP = NormConfig(mean="group", std="group")
 _GROUP_MEAN = NormConfig(mean="group")
 _BATCH = NormConfig(mean="batch", std="batch")
+_BATCH_MEAN = NormConfig(mean="batch")
 _CLIPPED: dict[str, Any] = {
     "loss": "ppo_clip",
     "clip_centre": "behaviour",
@@ -128,6 +129,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "opd": {
         **_SCORE,
         "reward_norm": _NOTHING,
+        # A sampled token's signal is below 0 on average, by the whole KL: without a baseline every
+        # step unlearns most of what was sampled. No scale, so that the gradient ends with the KL.
+        "advantage_norm": _BATCH_MEAN,
         "distillation": DistillationConfig(),
         # The teacher judges each token by itself; what follows would be noise for most tokens.
         "gae": GaeConfig(discount=0.0),

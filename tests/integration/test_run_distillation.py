@@ -28,7 +28,7 @@ ON_POLICY = """\
 steps: 80
 tasks: {source: "tests.support.digits:tasks"}
 admission: {groups_per_step: 16, n_samples: 8, max_head_offpolicyness: 1}
-objective: {kind: opd, advantage_norm: {mean: batch, std: batch}}
+objective: {kind: opd}
 rollout:
   engine: {kind: torch, max_context_tokens: 128}
   sampling: {temperature: 1.0, max_new_tokens: 3}

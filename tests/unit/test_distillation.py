@@ -1,5 +1,7 @@
 """A teacher's signal: expected gradients over a whole small vocabulary, exact KLs."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,9 @@ import torch
 from areal_ray.algorithms.distillation import full_kl, reverse_kl_rewards, topk_kl
 from areal_ray.algorithms.gae import token_gae
 from areal_ray.algorithms.losses import policy_loss
+from areal_ray.algorithms.normalise import normalise
 from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.algorithms.objective_parts import NormConfig
 from tests.support.columns import column, columns_of, finite_differences, gradient
 
 LOGITS = column(0.4, -0.3, 1.0, -2.0, 0.0)
@@ -96,6 +100,37 @@ def test_each_token_s_own_signal_gives_the_kls_at_prefixes_as_they_come():
         return first + (held * torch.stack(second)).sum()
 
     torch.testing.assert_close(_mean_gradient(0.0), gradient(at_prefixes, _TWO_STEPS))
+
+
+def _batch_gradients(norm, count=3):
+    """[5^count, 5] of the loss of every batch of tokens, and the [5^count, 1] chance of each."""
+    policy = _log_policy(LOGITS)
+    signal = reverse_kl_rewards(TEACHER.numpy(), policy.numpy())
+    objective, every, alike = ObjectiveConfig(kind="opd"), np.ones(count, bool), np.zeros(count)
+    found, chances = [], []
+    for batch in map(list, itertools.product(range(5), repeat=count)):
+        advantages = normalise(signal[batch], every, alike.astype(int), norm)
+        given = (policy[batch], torch.from_numpy(advantages), range(count))
+
+        def value(logits, batch=batch, given=given):
+            return policy_loss(objective, columns_of(_log_policy(logits)[batch], *given))[0]
+
+        found.append(gradient(value, LOGITS))
+        chances.append(policy[batch].sum().exp())
+    return torch.stack(found), torch.stack(chances)[:, None]
+
+
+def test_the_step_s_mean_as_baseline_keeps_the_direction_and_takes_noise_away():
+    """The mean holds a third of the token itself here, of a real step next to nothing."""
+    means, noise = [], []
+    for norm in (ObjectiveConfig(kind="opd").advantage_norm, NormConfig()):
+        gradients, chances = _batch_gradients(norm)
+        means.append((chances * gradients).sum(0))
+        noise.append((chances * (gradients - means[-1]).square()).sum())
+    exact = gradient(lambda x: _kl(_log_policy(x), TEACHER), LOGITS)
+    torch.testing.assert_close(means[0], 2 / 3 * exact)
+    torch.testing.assert_close(means[1], exact)
+    assert noise[0] < 0.7 * noise[1]
 
 
 def test_beside_rewards_the_gradients_add_up():

@@ -36,7 +36,7 @@ EXPECTED = {
     "icepop": "ppo_clip proximal mask token_mean 0.8 1.2 group/group none/none",
     "kpop": "ppo_clip proximal mask token_mean 0.8 1.2 group/group none/none",
     "topr": "topr behaviour none token_mean 0.8 1.2 group/none none/none",
-    "opd": "reinforce behaviour clamp token_mean 0.8 1.2 none/none none/none",
+    "opd": "reinforce behaviour clamp token_mean 0.8 1.2 none/none batch/none",
 }
 
 
