@@ -152,21 +152,22 @@ def _surrogate(
     is_centred = objective.clip_centre == "proximal" or objective.behaviour_weight != "none"
     old = proximal if is_centred else columns.behaviour_logprobs
     flat = (columns.logprobs, old, columns.advantages, mask, weights)
-    clip_range, ids = objective.clip_range, columns.sequence_ids
+    ids = columns.sequence_ids
     match objective.loss:
         case "reinforce":
             loss, sums = reinforce_loss(*flat)
         case "gspo":
-            loss, sums = gspo_loss(*flat, sequence_ids=ids, clip_range=clip_range)
+            loss, sums = gspo_loss(*flat, sequence_ids=ids, clip_range=objective.clip_range)
         case "sapo":
             temperatures = (objective.sapo_tau_pos, objective.sapo_tau_neg)
             loss, sums = sapo_loss(*flat, temperatures=temperatures)
         case "cispo":
-            loss, sums = cispo_loss(*flat, clip_range=clip_range)
+            loss, sums = cispo_loss(*flat, clip_range=objective.clip_range)
         case "topr":
             loss, sums = topr_loss(*flat, sequence_ids=ids)
         case _:
-            loss, sums = ppo_clip_loss(*flat, clip_range=clip_range, c_clip=objective.c_clip)
+            bounds = objective.clip_range
+            loss, sums = ppo_clip_loss(*flat, clip_range=bounds, c_clip=objective.c_clip)
     if not is_centred:
         sums["behaviour_kl"] = sums.pop("policy_kl")
     return loss, sums

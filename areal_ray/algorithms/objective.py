@@ -5,6 +5,8 @@ key. Read by the train engine; `shaping`, `normalise`, `gae`, `losses` and `corr
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,6 +20,7 @@ from areal_ray.algorithms.objective_parts import (
     RewardShapingConfig,
 )
 from areal_ray.algorithms.presets import (
+    CLIPS,
     PRESETS,
     RATIO_LOSSES,
     AggregationName,
@@ -47,7 +50,7 @@ class ObjectiveConfig(Config):
     prox_logp_method: Literal["recompute", "loglinear", "reuse"] = "recompute"
     """How the proximal log-probs are had. recompute: one more forward pass before the second
     minibatch. loglinear: interpolated between behaviour and policy by version, no pass. reuse:
-    those of the training pass itself; one minibatch only."""
+    those of the training pass itself; one minibatch only. With one minibatch all do the same."""
     behaviour_weight: BehaviourWeight | None = None
     """Factor pi_proximal / pi_behaviour of a token's loss. none: left out. full: as it is.
     clamp or mask: held in the bounds of rejection_sampling."""
@@ -64,7 +67,7 @@ class ObjectiveConfig(Config):
     fixed_length_tokens: int | None = Field(None, ge=1)
     """Of aggregation fixed_length; null = rollout.sampling.max_new_tokens."""
     eps_clip: float | None = Field(None, gt=0.0, le=1.0)
-    """The ratio is clipped below at 1 - eps_clip."""
+    """The ratio is clipped below at 1 - eps_clip; of losses ppo_clip, gspo and cispo."""
     eps_clip_higher: float | None = Field(None, gt=0.0)
     """... and above at 1 + eps_clip_higher; null = as the kind says, else eps_clip."""
     c_clip: float | None = Field(None, gt=1.0)
@@ -108,6 +111,8 @@ class ObjectiveConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = [
+            *_unread_problems(self),
+            *([] if self.rejection_sampling is None else self.rejection_sampling.problems()),
             *self._weight_problems(),
             *self._loss_problems(),
             *self._signal_problems(),
@@ -118,8 +123,11 @@ class ObjectiveConfig(Config):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Lowest and highest ratio that still carries a gradient towards it."""
-        assert self.eps_clip is not None, "filled in by the kind"
+        """Lowest and highest ratio that still carries a gradient towards it, of a loss that clips.
+
+        Filled in by kind or loss.
+        """
+        assert self.eps_clip is not None, f"loss '{self.loss}' does not clip"
         higher = self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
         return 1.0 - self.eps_clip, 1.0 + higher
 
@@ -194,31 +202,27 @@ class ObjectiveConfig(Config):
                 f"behaviour_weight: is '{weight}' without rejection_sampling, which holds its "
                 "bounds. Add the section, or use 'full' or 'none'."
             )
-        if bounds is not None and weight != bounds.action:
+        if bounds is not None and weight in ("none", "full"):
+            problems.append(
+                f"rejection_sampling: is given with behaviour_weight '{weight}', which has no "
+                "bounds. Remove one of them."
+            )
+        elif bounds is not None and weight != bounds.action:
             problems.append(
                 f"rejection_sampling: has action '{bounds.action}' with behaviour_weight "
                 f"'{weight}'; they must agree. Give the action alone: it implies the weight."
             )
         if self.clip_centre == "behaviour" and weight != "none" and self.loss in RATIO_LOSSES:
             problems.append(
-                f"behaviour_weight: is '{weight}' with clip_centre 'behaviour', whose ratio holds "
-                "that factor already. Use clip_centre 'proximal', kind 'decoupled_ppo', or "
-                "behaviour_weight 'none'."
-            )
-        if self.prox_logp_method != "recompute" and not self.needs_proximal:
-            problems.append(
-                f"prox_logp_method: is '{self.prox_logp_method}' with kind '{self.kind}', which "
-                "reads no proximal log-probs. Remove it, or use clip_centre 'proximal'."
+                f"behaviour_weight: is '{weight}' (a rejection_sampling implies one) with "
+                "clip_centre 'behaviour', whose ratio holds that factor already. Use kind "
+                "'decoupled_ppo' or clip_centre 'proximal', or behaviour_weight 'none' without "
+                "rejection_sampling."
             )
         return problems
 
     def _loss_problems(self) -> list[str]:
         problems = []
-        if self.c_clip is not None and self.loss != "ppo_clip":
-            problems.append(
-                f"c_clip: is {self.c_clip:g} with loss '{self.loss}'; dual clip belongs to "
-                "'ppo_clip'. Remove it."
-            )
         if self.loss in ("sapo", "cispo", "topr") and self.clip_centre == "proximal":
             problems.append(
                 f"clip_centre: is 'proximal' with loss '{self.loss}', which bounds the ratio "
@@ -227,34 +231,18 @@ class ObjectiveConfig(Config):
         if self.loss in ("sapo", "cispo", "topr") and self.behaviour_weight != "none":
             problems.append(
                 f"behaviour_weight: is '{self.behaviour_weight}' with loss '{self.loss}', whose "
-                "ratio holds that factor already; must be 'none'. Remove it and rejection_sampling."
+                "ratio holds that factor already; must be 'none'. Set it to that, without "
+                "rejection_sampling."
             )
         if self.loss == "reinforce" and self.clip_centre == "proximal":
             problems.append(
                 "clip_centre: is 'proximal' with loss 'reinforce', which takes no ratio; must be "
                 "'behaviour'. Change it; behaviour_weight corrects for an older sampling policy."
             )
-        if self.loss != "sapo" and (self.sapo_tau_pos, self.sapo_tau_neg) != (1.0, 1.05):
-            problems.append(
-                f"sapo_tau_pos, sapo_tau_neg: are {self.sapo_tau_pos:g} and {self.sapo_tau_neg:g} "
-                f"with loss '{self.loss}', which does not read them. Remove them, or use kind "
-                "'sapo'."
-            )
-        if self.fixed_length_tokens is not None and self.aggregation != "fixed_length":
-            problems.append(
-                f"fixed_length_tokens: is {self.fixed_length_tokens} with aggregation "
-                f"'{self.aggregation}', which does not read it. Remove it."
-            )
         return problems
 
     def _signal_problems(self) -> list[str]:
         problems = []
-        shaping = self.reward_shaping
-        if shaping.overlong_limit_tokens is not None and shaping.overlong_tokens is None:
-            problems.append(
-                "reward_shaping.overlong_limit_tokens: is given without overlong_tokens. Give "
-                "both or neither."
-            )
         if self.advantage_norm is not None and self.advantage_norm.mean == "leave_one_out":
             problems.append(
                 "advantage_norm.mean: is 'leave_one_out', which is a baseline of rewards: each "
@@ -272,10 +260,112 @@ class ObjectiveConfig(Config):
                 f"distillation.rl_weight: is {teacher.rl_weight:g} with gae.discount 0, by which "
                 "an episode's reward would teach its last token alone. Use gae.discount 1."
             )
-        method = self.gae.lambda_method
-        if method != "constant" and self.gae.gae_lambda != 1.0:
-            problems.append(
-                f"gae.gae_lambda: is {self.gae.gae_lambda:g} with lambda_method '{method}', which "
-                "makes its own. Remove one of them."
-            )
         return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Keys that some parts alone read."""
+
+    keys: str
+    """One or more, as a recipe has them."""
+    is_there: bool
+    why_not: str
+    """What stands in place of a reader."""
+    way_out: str
+
+
+def _unread_problems(objective: ObjectiveConfig) -> list[str]:
+    """Keys that are given, by another value than their default, and that nothing would read."""
+    return [
+        f"{key}: is {_shown(objective, key)} with {reader.why_not}, so nothing reads it. "
+        f"Remove it, or {reader.way_out}."
+        for reader in _readers(objective)
+        if not reader.is_there
+        for key in reader.keys.split()
+        if _is_given(objective, key)
+    ]
+
+
+def _readers(objective: ObjectiveConfig) -> list[_Reader]:
+    return [*_loss_readers(objective), *_reward_readers(objective), *_gae_readers(objective.gae)]
+
+
+def _loss_readers(objective: ObjectiveConfig) -> list[_Reader]:
+    loss, bounds = objective.loss, objective.rejection_sampling
+    return [
+        _Reader(
+            "eps_clip eps_clip_higher", loss in CLIPS, f"loss '{loss}', which does not clip",
+            f"use a loss that does: {', '.join(CLIPS)}",
+        ),
+        _Reader(
+            "c_clip", loss == "ppo_clip", f"loss '{loss}', which has no dual clip",
+            "use loss 'ppo_clip'",
+        ),
+        _Reader("sapo_tau_pos sapo_tau_neg", loss == "sapo", f"loss '{loss}'", "use kind 'sapo'"),
+        _Reader(
+            "prox_logp_method", objective.needs_proximal,
+            f"clip_centre '{objective.clip_centre}' and behaviour_weight "
+            f"'{objective.behaviour_weight}', which need no proximal log-probs",
+            "use kind 'decoupled_ppo' or clip_centre 'proximal'",
+        ),
+        _Reader(
+            "rejection_sampling.aggregation", bounds is not None and bounds.level == "sequence",
+            "level 'token'", "use level 'sequence'",
+        ),
+        _Reader(
+            "fixed_length_tokens", objective.aggregation == "fixed_length",
+            f"aggregation '{objective.aggregation}'", "use aggregation 'fixed_length'",
+        ),
+    ]  # fmt: skip
+
+
+def _reward_readers(objective: ObjectiveConfig) -> list[_Reader]:
+    rewards, advantages = objective.reward_norm, objective.advantage_norm
+    assert rewards is not None, "filled in by the kind"
+    assert advantages is not None, "filled in by the kind"
+    has_scope = any(n.mean != "none" or n.std != "none" for n in (rewards, advantages))
+    return [
+        _Reader(
+            "reward_shaping.overlong_limit_tokens reward_shaping.overlong_penalty_factor",
+            objective.reward_shaping.overlong_tokens is not None,
+            "reward_shaping.overlong_tokens null", "give overlong_tokens too",
+        ),
+        _Reader(
+            "min_reward_spread", has_scope, "no mean or std in reward_norm and advantage_norm",
+            "give one of them",
+        ),
+        _Reader(
+            " ".join(["reward_norm.mean reward_norm.std branch_discount", *_SHAPING]),
+            objective.needs_rewards, "distillation.rl_weight 0, by which no reward is learned from",
+            "use kind 'opd' with nothing of it, or raise distillation.rl_weight (gae.discount 1)",
+        ),
+    ]  # fmt: skip
+
+
+def _gae_readers(gae: GaeConfig) -> list[_Reader]:
+    method = f"gae.lambda_method '{gae.lambda_method}'"
+    readers = {
+        "gae.gae_lambda": "constant",
+        "gae.alpha": "length_adaptive",
+        "gae.share": "relative_position",
+    }
+    return [
+        _Reader(key, gae.lambda_method == name, method, f"use '{name}'")
+        for key, name in readers.items()
+    ]
+
+
+_SHAPING = [f"reward_shaping.{name}" for name in RewardShapingConfig.model_fields]
+
+
+def _is_given(objective: ObjectiveConfig, key: str) -> bool:
+    """Whether a key has another value than where nothing is said of it."""
+    section, _, name = key.rpartition(".")
+    holder = getattr(objective, section) if section else objective
+    return holder is not None and getattr(holder, name) != type(holder).model_fields[name].default
+
+
+def _shown(objective: ObjectiveConfig, key: str) -> str:
+    value = reduce(getattr, key.split("."), objective)
+    return f"{value:g}" if isinstance(value, float) else repr(value)

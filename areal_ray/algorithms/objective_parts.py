@@ -4,6 +4,7 @@
 for.
 """
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -33,47 +34,49 @@ class RejectionSamplingConfig(Config):
     lower: float | None = None
     """Smallest allowed value; none by default."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.action == "clamp" and self.metric != "ratio":
-            raise ValueError(
-                f"action: is 'clamp' with metric '{self.metric}'; only a ratio is a weight that "
+    def problems(self) -> Iterator[str]:
+        """What is wrong with all of it together, each line beginning with its key.
+
+        Told by the objective: a recipe may give a part, and the rest is its kind's.
+        """
+        where, metric = "rejection_sampling", self.metric
+        if self.action == "clamp" and metric != "ratio":
+            yield (
+                f"{where}.action: is 'clamp' with metric '{metric}'; only a ratio is a weight that "
                 "can be clamped. Use action 'mask' or metric 'ratio'."
             )
         if (self.action, self.level, self.aggregation) == ("clamp", "sequence", "max"):
-            raise ValueError(
-                "action: is 'clamp' with level 'sequence' and aggregation 'max'; the largest ratio "
-                "of a sequence is no weight for its other tokens. Use aggregation 'mean' or 'sum', "
-                "or level 'token'."
+            yield (
+                f"{where}.action: is 'clamp' with level 'sequence' and aggregation 'max'; the "
+                "largest ratio of a sequence is no weight for its other tokens. Use aggregation "
+                "'mean' or 'sum', or level 'token'."
             )
-        if self.metric == "ratio" and self.upper < 1.0:
-            raise ValueError(
-                f"upper: is {self.upper:g} with metric 'ratio'; must be >= 1, or a policy that has "
-                "not moved at all would be cut off. Raise it."
+        if metric == "ratio" and self.upper < 1.0:
+            yield (
+                f"{where}.upper: is {self.upper:g} with metric 'ratio'; must be >= 1, or a policy "
+                "that has not moved at all would be cut off. Raise it."
             )
         if self.lower is not None:
-            self._check_lower(self.lower)
-        return self
+            yield from self._lower_problems(f"{where}.lower", self.lower)
 
-    def _check_lower(self, lower: float) -> None:
-        if lower >= self.upper:
-            raise ValueError(
-                f"lower: is {lower:g}; must be below upper = {self.upper:g}. Lower it."
+    def _lower_problems(self, where: str, lower: float) -> Iterator[str]:
+        if self.metric in ("kl_k2", "kl_k3", "binary_kl"):
+            yield (
+                f"{where}: is {lower:g} with metric '{self.metric}', which is 0 where the policy "
+                "has not moved and never less; a lower bound would reject the best tokens or "
+                "nothing. Remove it."
             )
-        if self.metric == "ratio" and not 0.0 <= lower <= 1.0:
-            raise ValueError(
-                f"lower: is {lower:g} with metric 'ratio'; must be in 0..1, since a policy that "
+        elif lower >= self.upper:
+            yield f"{where}: is {lower:g}; must be below upper = {self.upper:g}. Lower it."
+        elif self.metric == "ratio" and not 0.0 <= lower <= 1.0:
+            yield (
+                f"{where}: is {lower:g} with metric 'ratio'; must be in 0..1, since a policy that "
                 "has not moved has ratio 1. Change it."
             )
-        if self.metric == "kl_k1" and lower > 0.0:
-            raise ValueError(
-                f"lower: is {lower:g} with metric 'kl_k1'; must be <= 0, its value where the "
+        elif self.metric == "kl_k1" and lower > 0.0:
+            yield (
+                f"{where}: is {lower:g} with metric 'kl_k1'; must be <= 0, its value where the "
                 "policy has not moved. Lower it."
-            )
-        if self.metric in ("kl_k2", "kl_k3", "binary_kl"):
-            raise ValueError(
-                f"lower: is {lower:g} with metric '{self.metric}', which is 0 where the policy has "
-                "not moved; a lower bound would reject the best tokens. Remove it."
             )
 
 

@@ -47,16 +47,22 @@ _GROUP = NormConfig(mean="group", std="group")
 _GROUP_MEAN = NormConfig(mean="group")
 _BATCH = NormConfig(mean="batch", std="batch")
 _BATCH_MEAN = NormConfig(mean="batch")
-_CLIPPED: dict[str, Any] = {
+CLIPS: Mapping[LossName, Mapping[str, float]] = {
+    "ppo_clip": {"eps_clip": 0.2},
+    "gspo": {"eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+    "cispo": {"eps_clip": 1.0, "eps_clip_higher": 4.0},
+}
+"""The bounds that the losses with a clip were published with; other losses have none."""
+_BASE: dict[str, Any] = {
     "loss": "ppo_clip",
     "clip_centre": "behaviour",
     "behaviour_weight": "none",
     "aggregation": "token_mean",
-    "eps_clip": 0.2,
     "reward_norm": _GROUP,
     "advantage_norm": _NOTHING,
 }
 """What the rows below differ from."""
+_CLIPPED: dict[str, Any] = {**_BASE, **CLIPS["ppo_clip"]}
 _DECOUPLED: dict[str, Any] = {
     **_CLIPPED,
     "clip_centre": "proximal",
@@ -64,7 +70,7 @@ _DECOUPLED: dict[str, Any] = {
     "rejection_sampling": RejectionSamplingConfig(upper=5.0),
 }
 _SCORE: dict[str, Any] = {
-    **_CLIPPED,
+    **_BASE,
     "loss": "reinforce",
     # Without a ratio in the loss the weight is all that corrects for an older sampling policy.
     "behaviour_weight": "clamp",
@@ -100,17 +106,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.14476, eq. 8
     "dapo": {**_CLIPPED, "eps_clip_higher": 0.28},
     # arXiv:2507.18071, eq. 5 and 7
-    "gspo": {
-        **_CLIPPED,
-        "loss": "gspo",
-        "aggregation": "sequence_mean",
-        "eps_clip": 3e-4,
-        "eps_clip_higher": 4e-4,
-    },
+    "gspo": {**_BASE, **CLIPS["gspo"], "loss": "gspo", "aggregation": "sequence_mean"},
     # arXiv:2511.20347, eq. 5
-    "sapo": {**_CLIPPED, "loss": "sapo", "aggregation": "sequence_mean"},
+    "sapo": {**_BASE, "loss": "sapo", "aggregation": "sequence_mean"},
     # arXiv:2506.13585, eq. 4 and 5
-    "cispo": {**_CLIPPED, "loss": "cispo", "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    "cispo": {**_BASE, **CLIPS["cispo"], "loss": "cispo"},
     # arXiv:2510.01161, sec. 4
     "m2po": {**_CLIPPED, "eps_clip": 1.0, "eps_clip_higher": 1e4, "m2_threshold": 0.04},
     # arXiv:2510.18855, sec. 3.3
@@ -124,7 +124,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "rejection_sampling": RejectionSamplingConfig(metric="binary_kl", upper=2.0),
     },
     # arXiv:2503.14286, eq. 7
-    "topr": {**_CLIPPED, "loss": "topr", "reward_norm": _GROUP_MEAN},
+    "topr": {**_BASE, "loss": "topr", "reward_norm": _GROUP_MEAN},
     # On-policy distillation: Agarwal et al., arXiv:2306.13649; Thinking Machines, 2025
     "opd": {
         **_SCORE,
@@ -154,6 +154,9 @@ def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS[given.get("kind", "grpo")]
     said = {name: value for name, value in given.items() if value is not None}
     parts = {**preset, **_implied_parts(preset, said)}
+    if said.get("loss", preset["loss"]) != preset["loss"]:  # a clip belongs to its loss
+        parts = {name: part for name, part in parts.items() if "eps_clip" not in name}
+        parts |= CLIPS.get(said["loss"], {})
     said |= _completed_sections(parts, said)
     bounds = said.get("rejection_sampling")
     if bounds is not None and "behaviour_weight" not in said:

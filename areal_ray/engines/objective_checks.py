@@ -75,6 +75,12 @@ def _critic_problems(objective: ObjectiveConfig, around: Surroundings) -> Iterat
                 f"'{gae.lambda_method}' without a critic, to whose values lambda belongs. Remove "
                 "them, or add the section critic."
             )
+        if gae.unit == "turn" and gae.discount == 1.0 and not objective.has_token_rewards:
+            yield (
+                "objective.gae.unit: is 'turn' without a critic, with discount 1 and no token "
+                "rewards, so every token of an episode has the same advantage anyway. Remove it, "
+                "or give a discount below 1, a critic, a kl in the reward or a teacher."
+            )
         return
     if objective.has_group_baseline:
         assert objective.reward_norm is not None, "filled in by the kind"
@@ -88,19 +94,31 @@ def _group_problems(objective: ObjectiveConfig, around: Surroundings) -> Iterato
     rewards, advantages = objective.reward_norm, objective.advantage_norm
     assert rewards is not None, "filled in by the kind"
     assert advantages is not None, "filled in by the kind"
-    reads_group = objective.has_group_baseline or rewards.std == "group"
+    is_single = {
+        "group": around.n_samples == 1,
+        "leave_one_out": around.n_samples == 1,
+        "batch": around.n_samples * around.groups_per_step == 1,
+    }
+    key = {"batch": "admission.groups_per_step"}
+    if is_single.get(rewards.mean):
+        yield (
+            f"{key.get(rewards.mean, 'admission.n_samples')}: is 1 with objective.reward_norm.mean "
+            f"'{rewards.mean}'; the baseline is that mean, so a single sample never has an "
+            "advantage. Use 2 or more."
+        )
+    elif is_single.get(rewards.std):
+        yield (
+            f"{key.get(rewards.std, 'admission.n_samples')}: is 1 with objective.reward_norm.std "
+            f"'{rewards.std}'; a single sample has no deviation to be divided by. Use 2 or more, "
+            "or another std."
+        )
     # With nothing to tell its tokens apart, an episode is one sample to advantage_norm too.
     is_one = objective.gae.discount == 1.0 and not objective.has_token_rewards
-    mean = advantages.mean if is_one and around.critic is None else "none"
-    if around.n_samples == 1 and (reads_group or mean == "group"):
+    if is_single.get(advantages.mean) and is_one and around.critic is None:
         yield (
-            "admission.n_samples: is 1; the baseline is the mean of a group, so a single "
-            "sample never has an advantage. Use 2 or more."
-        )
-    elif around.n_samples * around.groups_per_step == 1 and "batch" in (rewards.mean, mean):
-        yield (
-            "admission.groups_per_step: is 1 with n_samples 1; the baseline is the mean of the "
-            "step, so a single sample never has an advantage. Use 2 or more."
+            f"{key.get(advantages.mean, 'admission.n_samples')}: is 1 with "
+            f"objective.advantage_norm.mean '{advantages.mean}'; the tokens of a single sample "
+            "all have its reward, so nothing is left of it. Use 2 or more."
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from areal_ray.algorithms.objective import ObjectiveConfig
-from areal_ray.algorithms.presets import PRESETS, AggregationName
+from areal_ray.algorithms.presets import CLIPS, PRESETS, AggregationName
 from areal_ray.kinds import RunKind
 from areal_ray.recipe import parse_recipe
 
@@ -48,8 +48,7 @@ def preset_row(kind: str) -> str:
     if bounds is not None:
         lower = "" if bounds.lower is None else f"{bounds.lower:g} .. "
         weight = f"{weight}, {bounds.metric} {lower}{bounds.upper:g}"
-    low, high = objective.clip_range
-    is_clipped = objective.loss in ("ppo_clip", "gspo", "cispo")
+    low, high = objective.clip_range if objective.loss in CLIPS else (0.0, 0.0)
     old = {"behaviour": "mu", "proximal": "p"}[objective.clip_centre]
     rewards, advantages = objective.reward_norm, objective.advantage_norm
     cells = (
@@ -58,7 +57,7 @@ def preset_row(kind: str) -> str:
         "-" if objective.loss == "reinforce" else old,
         weight,
         f"`{objective.aggregation}`",
-        f"{low:g} .. {high:g}" if is_clipped else "-",
+        f"{low:g} .. {high:g}" if high else "-",
         f"{rewards.mean}, {rewards.std}",
         f"{advantages.mean}, {advantages.std}",
     )

@@ -80,6 +80,8 @@ def test_dpo_starts_from_the_model_itself_where_the_reference_has_no_path():
         ),
         (OFFLINE, "tasks={source: 'a:b'}", "tasks", "no use for it"),
         (OFFLINE, "kind=sft", "teacher", "no use for it"),
+        (OFFLINE, "objective={kind: opd}", "objective", "no use for it"),
+        (DPO, "objective={eps_clip: 0.3}", "objective", "no use for it"),
         (
             f"kind: sft\n{TOP}{SFT}",
             "sft.distillation={top_k: 4}",

@@ -14,7 +14,7 @@ from areal_ray.algorithms.objective_parts import (
     RejectionSamplingConfig,
     RewardShapingConfig,
 )
-from areal_ray.algorithms.presets import PRESETS
+from areal_ray.algorithms.presets import CLIPS, PRESETS
 
 # loss, clip centre, behaviour weight, aggregation, lowest and highest ratio,
 # reward_norm mean/std, advantage_norm mean/std; by the papers, see docs/algorithms.md
@@ -22,30 +22,30 @@ EXPECTED = {
     "grpo": "ppo_clip behaviour none sequence_mean 0.8 1.2 group/group none/none",
     "ppo": "ppo_clip behaviour none token_mean 0.8 1.2 none/none batch/batch",
     "decoupled_ppo": "ppo_clip proximal mask token_mean 0.8 1.2 group/group none/none",
-    "reinforce": "reinforce behaviour clamp token_mean 0.8 1.2 none/none none/none",
+    "reinforce": "reinforce behaviour clamp token_mean - - none/none none/none",
     "reinforce_pp": "ppo_clip behaviour none token_mean 0.8 1.2 none/none batch/batch",
     "reinforce_pp_baseline": "ppo_clip behaviour none token_mean 0.8 1.2 group/none batch/batch",
-    "rloo": "reinforce behaviour clamp sequence_sum 0.8 1.2 leave_one_out/none none/none",
+    "rloo": "reinforce behaviour clamp sequence_sum - - leave_one_out/none none/none",
     "dr_grpo": "ppo_clip behaviour none fixed_length 0.8 1.2 group/none none/none",
     "lite_ppo": "ppo_clip behaviour none token_mean 0.8 1.2 group/batch none/none",
     "dapo": "ppo_clip behaviour none token_mean 0.8 1.28 group/group none/none",
     "gspo": "gspo behaviour none sequence_mean 0.9997 1.0004 group/group none/none",
-    "sapo": "sapo behaviour none sequence_mean 0.8 1.2 group/group none/none",
+    "sapo": "sapo behaviour none sequence_mean - - group/group none/none",
     "cispo": "cispo behaviour none token_mean 0 5 group/group none/none",
     "m2po": "ppo_clip behaviour none token_mean 0 10001 group/group none/none",
     "icepop": "ppo_clip proximal mask token_mean 0.8 1.2 group/group none/none",
     "kpop": "ppo_clip proximal mask token_mean 0.8 1.2 group/group none/none",
-    "topr": "topr behaviour none token_mean 0.8 1.2 group/none none/none",
-    "opd": "reinforce behaviour clamp token_mean 0.8 1.2 none/none batch/none",
+    "topr": "topr behaviour none token_mean - - group/none none/none",
+    "opd": "reinforce behaviour clamp token_mean - - none/none batch/none",
 }
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_each_name_stands_for_the_parts_of_its_paper(kind):
     o = ObjectiveConfig(kind=kind)
-    low, high = o.clip_range
+    clip = [f"{bound:g}" for bound in o.clip_range] if o.loss in CLIPS else ["-", "-"]
     norms = [f"{norm.mean}/{norm.std}" for norm in (o.reward_norm, o.advantage_norm)]
-    found = [o.loss, o.clip_centre, o.behaviour_weight, o.aggregation, f"{low:g}", f"{high:g}"]
+    found = [o.loss, o.clip_centre, o.behaviour_weight, o.aggregation, *clip]
     assert " ".join([*found, *norms]) == EXPECTED[kind]
 
 
@@ -124,6 +124,22 @@ def test_a_part_of_a_section_leaves_the_rest_as_the_name_says():
     assert other.rejection_sampling == RejectionSamplingConfig(metric="kl_k3", upper=0.5)
 
 
+def test_bounds_of_a_recipe_are_judged_by_the_metric_of_their_kind():
+    """A recipe's section is read before its kind fills it up; 0.5 is no bound of a ratio."""
+    half = RejectionSamplingConfig(upper=0.5)
+    kpop = ObjectiveConfig(kind="kpop", rejection_sampling=half).rejection_sampling
+    assert (kpop.metric, kpop.upper) == ("binary_kl", 0.5)
+    with pytest.raises(
+        ValidationError, match=r"rejection_sampling\.upper: is 0\.5 with metric 'rat"
+    ):
+        ObjectiveConfig(kind="icepop", rejection_sampling=half)
+    lower = RejectionSamplingConfig(lower=0.5)
+    with pytest.raises(
+        ValidationError, match=r"rejection_sampling\.lower: is 0\.5 with metric 'binary_kl'"
+    ):
+        ObjectiveConfig(kind="kpop", rejection_sampling=lower)
+
+
 def test_a_teacher_judges_each_token_by_itself_unless_told_otherwise():
     assert ObjectiveConfig(kind="opd").gae.discount == 0.0
     assert ObjectiveConfig(kind="opd", gae={"unit": "turn"}).gae.discount == 0.0
@@ -172,6 +188,17 @@ def test_a_lower_clip_of_one_s_own_leaves_the_upper_as_the_name_says(fields, exp
     assert ObjectiveConfig(**fields).clip_range == pytest.approx(expected)
 
 
+def test_a_loss_other_than_the_kind_s_brings_its_own_clip():
+    assert ObjectiveConfig(kind="grpo", loss="gspo").clip_range == pytest.approx((0.9997, 1.0004))
+    clipped = {"kind": "rloo", "loss": "ppo_clip", "behaviour_weight": "none"}
+    assert ObjectiveConfig(**clipped).clip_range == pytest.approx((0.8, 1.2))
+    wide = ObjectiveConfig(**clipped, eps_clip_higher=0.3)
+    assert wide.clip_range == pytest.approx((0.8, 1.3))
+    for kind in ("dapo", "cispo"):
+        without = ObjectiveConfig(kind=kind, loss="reinforce")
+        assert (without.eps_clip, without.eps_clip_higher) == (None, None)
+
+
 def test_lengths_are_those_of_the_sampling_limit():
     shaping = RewardShapingConfig(overlong_tokens=64)
     objective = ObjectiveConfig(kind="dr_grpo", reward_shaping=shaping).with_limit(512)
@@ -213,17 +240,17 @@ REFUSED = [
     ),
     ({"rejection_sampling": {}}, "whose ratio holds that factor already"),
     ({"kind": "gspo", "behaviour_weight": "full"}, "whose ratio holds that factor already"),
-    ({"kind": "decoupled_ppo", "clip_centre": "behaviour"}, "Use clip_centre 'proximal'"),
-    ({"prox_logp_method": "loglinear"}, "reads no proximal log-probs"),
-    ({"kind": "rloo", "c_clip": 3.0}, "dual clip belongs to 'ppo_clip'"),
+    ({"kind": "decoupled_ppo", "clip_centre": "behaviour"}, "or clip_centre 'proximal'"),
+    ({"prox_logp_method": "loglinear"}, "need no proximal log-probs"),
+    ({"kind": "rloo", "c_clip": 3.0}, "has no dual clip"),
     ({"kind": "sapo", "clip_centre": "proximal"}, "bounds the ratio against the sampling policy"),
     ({"kind": "rloo", "clip_centre": "proximal"}, "takes no ratio"),
     ({"kind": "cispo", "behaviour_weight": "full"}, "must be 'none'"),
-    ({"kind": "grpo", "sapo_tau_pos": 2.0}, "does not read them"),
-    ({"kind": "grpo", "fixed_length_tokens": 9}, "does not read it"),
+    ({"kind": "grpo", "sapo_tau_pos": 2.0}, "loss 'ppo_clip', so nothing reads it"),
+    ({"kind": "grpo", "fixed_length_tokens": 9}, "use aggregation 'fixed_length'"),
     (
         {"reward_shaping": RewardShapingConfig(overlong_limit_tokens=9)},
-        "without overlong_tokens",
+        "give overlong_tokens too",
     ),
     (
         {"kind": "opd", "kl": KlConfig(kl_ctl=0.1)},
@@ -231,7 +258,7 @@ REFUSED = [
     ),
     (
         {"gae": GaeConfig(gae_lambda=0.9, lambda_method="length_adaptive")},
-        "makes its own",
+        "lambda_method 'length_adaptive', so nothing reads it",
     ),
     ({"kind": "opd", "distillation": {"rl_weight": 1.0}}, "would teach its last token alone"),
     ({"kind": "rloo", "reward_norm": {"std": "batch"}}, "Add 'mean: leave_one_out' to keep it"),
@@ -273,7 +300,7 @@ def test_an_objective_that_makes_no_sense_is_refused_with_the_reason(fields, mes
 )
 def test_bounds_that_make_no_sense_are_refused_with_the_reason(fields, message):
     with pytest.raises(ValidationError, match=message):
-        RejectionSamplingConfig(**fields)
+        ObjectiveConfig(kind="decoupled_ppo", rejection_sampling=fields)
 
 
 @pytest.mark.parametrize(
@@ -297,4 +324,4 @@ def test_all_problems_of_an_objective_are_told_at_once():
     with pytest.raises(ValidationError) as refusal:
         ObjectiveConfig(kind="grpo", fixed_length_tokens=9, sapo_tau_neg=2.0)
     assert "fixed_length_tokens: is 9" in str(refusal.value)
-    assert "sapo_tau_pos, sapo_tau_neg: are 1 and 2" in str(refusal.value)
+    assert "sapo_tau_neg: is 2 " in str(refusal.value)

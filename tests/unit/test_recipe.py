@@ -137,7 +137,26 @@ ONE_SAMPLE = ("admission.n_samples=1",)
         (
             ["objective={reward_norm: {mean: none, std: group}}", "admission.n_samples=1"],
             "admission.n_samples",
-            "Use 2 or more",
+            "no deviation to be divided by",
+        ),
+        (
+            [
+                "objective={kind: reinforce_pp, advantage_norm: {mean: group}}",
+                "admission.n_samples=1",
+            ],
+            "admission.n_samples",
+            "so nothing is left of it",
+        ),
+        (["objective.gae={unit: turn}"], "objective.gae.unit", "has the same advantage anyway"),
+        (
+            ["objective={kind: kpop, rejection_sampling: {lower: 0.5}}"],
+            "objective.rejection_sampling.lower",
+            "with metric 'binary_kl'",
+        ),
+        (
+            ["objective={kind: reinforce, eps_clip: 0.3}"],
+            "objective.eps_clip",
+            "loss 'reinforce', which does not clip",
         ),
         (
             ["objective={kind: reinforce_pp, advantage_norm: {mean: group}}", *ONE_SAMPLE],
@@ -283,7 +302,7 @@ def test_the_schema_names_every_section_with_its_documentation():
 @pytest.mark.parametrize(
     ("kind", "bounds", "expected"),
     [
-        ("kpop", "{upper: 1.5}", {"metric": "binary_kl", "action": "mask", "upper": 1.5}),
+        ("kpop", "{upper: 0.5}", {"metric": "binary_kl", "action": "mask", "upper": 0.5}),
         ("icepop", "{upper: 3.0}", {"metric": "ratio", "lower": 0.5, "upper": 3.0}),
         ("rloo", "{upper: 3.0}", {"metric": "ratio", "action": "clamp", "upper": 3.0}),
         ("icepop", "{lower: null}", {"metric": "ratio", "lower": None, "upper": 5.0}),
