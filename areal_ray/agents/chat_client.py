@@ -122,24 +122,41 @@ class ChatClient:
         self.model_s = 0.0
         """Wall time spent waiting for the model."""
         self.num_turns = 0
+        self.last_turn: int | None = None
+        """The turn that the main agent was last answered in."""
         self._is_closed = False
         self._recorder = recorder
         self._sample = sample
 
-    async def create(
+    async def create(self, **options: Any) -> ChatCompletion:
+        """Sample one assistant turn: messages, tools, max_tokens or max_completion_tokens.
+
+        Raises:
+            LimitReachedError: No turn or no room in the context window is left.
+            ValueError: A message or an option cannot be honoured.
+        """
+        reply, self.last_turn = await self.sample_turn(None, **options)
+        return reply
+
+    def sub_agent(self) -> "SubAgentClient":
+        """The policy for a sub-agent that the main agent calls now."""
+        return SubAgentClient(self, self.last_turn)
+
+    async def sample_turn(
         self,
+        called_by: int | None,
         *,
         messages: Sequence[Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         max_completion_tokens: int | None = None,
         **options: Any,
-    ) -> ChatCompletion:
-        """Sample one assistant turn.
+    ) -> tuple[ChatCompletion, int]:
+        """`create` for any agent of the episode; also the number of the turn.
 
-        Raises:
-            LimitReachedError: No turn or no room in the context window is left.
-            ValueError: A message or an option cannot be honoured.
+        Args:
+            called_by: Of a sub-agent, the turn that called it.
+            messages: As of `create`; the others too.
         """
         if self._is_closed:
             await asyncio.sleep(_REFUSAL_S)  # who asks in a loop must not starve the others
@@ -149,7 +166,7 @@ class ChatClient:
         wanted = self._wanted_tokens(max_tokens, max_completion_tokens)
         if self.num_turns >= self.limits.max_turns:
             raise self._reached(f"agent.max_turns = {self.limits.max_turns}")
-        turn = self._recorder.open_turn(messages, tools)
+        turn = self._recorder.open_turn(messages, tools, called_by)
         room = self.limits.context_tokens - len(turn.prompt_ids)
         if room < 1:
             raise self._reached(
@@ -164,9 +181,8 @@ class ChatClient:
             self.model_s += time.monotonic() - started
         reply = self._recorder.close_turn(turn, sampled)
         usage = Usage(len(turn.prompt_ids), len(sampled.token_ids))
-        return ChatCompletion(
-            f"chatcmpl-{turn.turn_id}", [Choice(_message(reply), _finish(sampled, reply))], usage
-        )
+        choices = [Choice(_message(reply), _finish(sampled, reply))]
+        return ChatCompletion(f"chatcmpl-{turn.turn_id}", choices, usage), turn.turn_id
 
     def close(self) -> None:
         """The episode is over: whatever its agent left running samples nothing more."""
@@ -209,17 +225,40 @@ class ChatClient:
                 )
 
 
+class SubAgentClient:
+    """The policy as a sub-agent sees it: limits and time are the episode's, its calls its own.
+
+    Its trajectories name the branch that called it, which `objective.branch_discount` reads.
+    """
+
+    def __init__(self, client: ChatClient, called_by: int | None) -> None:
+        self.chat = _Chat(self)
+        self._client = client
+        self._called_by = called_by
+        self._last_turn: int | None = None
+
+    async def create(self, **options: Any) -> ChatCompletion:
+        """See `ChatClient.create`."""
+        reply, self._last_turn = await self._client.sample_turn(self._called_by, **options)
+        return reply
+
+    def sub_agent(self) -> "SubAgentClient":
+        """The policy for a sub-agent of this one."""
+        last = self._called_by if self._last_turn is None else self._last_turn
+        return SubAgentClient(self._client, last)
+
+
 class _Chat:
     """`client.chat`."""
 
-    def __init__(self, client: ChatClient) -> None:
+    def __init__(self, client: ChatClient | SubAgentClient) -> None:
         self.completions = _Completions(client)
 
 
 class _Completions:
     """`client.chat.completions`."""
 
-    def __init__(self, client: ChatClient) -> None:
+    def __init__(self, client: ChatClient | SubAgentClient) -> None:
         self.create = client.create
 
 

@@ -112,32 +112,3 @@ def trajectory_lambdas(config: GaeConfig, lengths: Sequence[int] | NDArray[np.in
     if config.lambda_method == "relative_position":
         return np.where(steps > 1.0, config.share ** (1.0 / np.maximum(steps - 1.0, 1.0)), 1.0)
     return np.full(len(steps), config.gae_lambda)
-
-
-def discount_along_edges(
-    parents: Sequence[int], rewards: Sequence[float | None], discount: float
-) -> list[float | None]:
-    """[B] reward of each branch of an episode's tree; None where nothing above has one.
-
-    A branch with a reward of its own keeps it; any other has its parent's, times `discount`. It
-    follows the edges of the tree, so parallel sub-agents have the same however they finished.
-
-    Args:
-        parents: [B] place of each branch's parent; -1 at a root.
-        rewards: [B] own rewards; None = none.
-        discount: In 0..1, for each edge.
-    """
-    found: dict[int, float | None] = {}
-    for branch in range(len(parents)):
-        path, at = [], branch
-        while at not in found and rewards[at] is None and parents[at] >= 0:
-            path.append(at)
-            at = parents[at]
-            if len(path) > len(parents):
-                raise ValueError(f"parents: {list(parents)} has a circle; must be a tree")
-        value = found[at] if at in found else rewards[at]
-        found[at] = value
-        for child in reversed(path):
-            value = None if value is None else value * discount
-            found[child] = value
-    return [found[branch] for branch in range(len(parents))]

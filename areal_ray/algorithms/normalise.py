@@ -4,7 +4,7 @@ All in float64, over true group sizes, over entries whose mask is True; what the
 never read (it may be NaN) and their result is 0. A spread below the floor counts as none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,21 +107,3 @@ def _batch_statistics(
     spread = float(np.sqrt(squares / max(1.0, count - unbiased)))
     # Of equal values the mean may be a rounding away, and their deviation just that.
     return mean, spread if spread > _ROUNDING * abs(mean) else 0.0
-
-
-def leave_one_out(values: Values, mask: NDArray[np.bool_], groups: NDArray[np.int64]) -> Values:
-    """[N] value less the mean of its siblings (RLOO, arXiv:2402.14740, eq. 8); 0 of a singleton.
-
-    The scale of the siblings would be no divisor: it is 0 where all but one are equal.
-    """
-    return normalise(values, mask, groups, NormConfig(mean="leave_one_out"), min_spread=0.0)
-
-
-def is_informative(rewards: Sequence[float | None], *, min_spread: float = 1e-6) -> bool:
-    """Whether a group teaches anything: its rewards differ, and then all of it is kept.
-
-    Give it rewards as scored: a length penalty makes hopeless groups differ too (DAPO's dynamic
-    sampling, arXiv:2503.14476, eq. 11).
-    """
-    known = [r for r in rewards if r is not None and not np.isnan(r)]
-    return len(known) > 0 and max(known) - min(known) > min_spread

@@ -90,7 +90,8 @@ class ObjectiveConfig(Config):
     gae: GaeConfig = GaeConfig()
     """How reward flows back over an episode."""
     branch_discount: float = Field(1.0, gt=0.0, le=1.0)
-    """Reward of a sub-agent's branch: the episode's, times this for each edge between."""
+    """Score of a sub-agent: its episode's, times this for each call between the main agent and it
+    (a client from `client.sub_agent()` tells who called)."""
     kl: KlConfig | None = None
     """Penalty for leaving the reference model; needs the section `reference`."""
     distillation: DistillationConfig | None = None

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MAGIC = b"ARG2"
+_MAGIC = b"ARG3"
 _HEADER = struct.Struct("<4sBxxxII")  # magic, deflated, length of the JSON head, length raw
 _DEFLATE_BELOW_BYTES = 65536
 _COLUMNS = (
@@ -78,6 +79,9 @@ class Trajectory:
     episode_id: str
     branch_id: int = 0
     """0 = main line; sub-agents and rewritten histories count up."""
+    parent_branch_id: int = -1
+    """Of a sub-agent, the branch that called it; -1 = none, also of a history of the main agent
+    that was rewritten or taken up again."""
     reward: float | None = None
     """None until scored, and for ever when it could not be scored."""
     outcome: Outcome = Outcome.OK
@@ -164,9 +168,32 @@ class Group:
         return sum(len(t.token_ids) for t in self.trajectories)
 
 
+def edges_above(parents: Mapping[int, int]) -> dict[int, int]:
+    """How many calls of sub-agents lie between the main agent and each branch of an episode.
+
+    Args:
+        parents: Branch -> `parent_branch_id`.
+
+    Raises:
+        ValueError: The calls go round in a circle.
+    """
+    found: dict[int, int] = {}
+    for branch in parents:
+        path, at = [], branch
+        while at not in found and parents.get(at, -1) >= 0:
+            path.append(at)
+            at = parents[at]
+            if len(path) > len(parents):
+                raise ValueError(f"parents: {dict(parents)} has a circle; must be a tree")
+        found.setdefault(at, 0)
+        for child in reversed(path):
+            found[child] = found[parents[child]] + 1
+    return found
+
+
 _SHARED = (
-    "task_id", "group_id", "episode_id", "branch_id", "reward", "outcome", "stop_reason",
-    "failure", "final_text",
+    "task_id", "group_id", "episode_id", "branch_id", "parent_branch_id", "reward", "outcome",
+    "stop_reason", "failure", "final_text",
 )  # fmt: skip
 """Facts that are written once where all siblings agree, in the order of the fields."""
 _write_json = json.JSONEncoder(separators=(",", ":")).encode

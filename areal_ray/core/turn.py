@@ -67,9 +67,18 @@ class TurnRecorder(Protocol):
     """Keeps the token-exact record of one episode."""
 
     def open_turn(
-        self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        called_by: int | None = None,
     ) -> PromptedTurn:
-        """The prompt for this conversation, built from recorded ids where it continues one."""
+        """The prompt for this conversation, built from recorded ids where it continues one.
+
+        Args:
+            messages: The whole conversation.
+            tools: What the model may call.
+            called_by: Of a sub-agent, `turn_id` of the closed turn that called it.
+        """
 
     def close_turn(self, turn: PromptedTurn, sampled: SampledTurn) -> Reply:
         """Record what was sampled for `turn` and read it back."""

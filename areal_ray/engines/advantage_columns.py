@@ -29,7 +29,7 @@ class ShareScores:
     """What the rewards of one rank's share of a minibatch say, before tokens are looked at."""
 
     by_line: Column
-    """[L] of each line: its episode's, less for a branch."""
+    """[L] of each line: its episode's, less for a sub-agent."""
     equal_groups: int
     """Groups whose shaped rewards are as good as equal."""
     sums: dict[str, float]
@@ -79,9 +79,7 @@ def _line_score(
     line: Line, scores: Column, starts: NDArray[np.int64], objective: ObjectiveConfig
 ) -> float:
     score = float(scores[starts[line.group] + line.episode])
-    # A trajectory does not tell from which branch it sprang: all but the main line are one edge
-    # away from it.
-    return score if line.trajectory.branch_id == 0 else score * objective.branch_discount
+    return score * objective.branch_discount**line.num_edges
 
 
 def _is_equal(rewards: Column, min_spread: float) -> bool:

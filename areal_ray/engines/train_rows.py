@@ -5,14 +5,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.packing import TrainSequence
-from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
+from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory, edges_above
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class Line:
     """Place of its episode in the group."""
     is_last: bool = True
     """It holds the turn that its episode sampled last; other branches had ended before."""
+    num_edges: int = 0
+    """Calls of sub-agents between the main agent and this branch."""
 
     @property
     def is_truncated(self) -> bool:
@@ -117,17 +119,20 @@ class _Collector:
         places = {episode: place for place, episode in enumerate(rewards)}
         values, lengths = list(rewards.values()), [0] * len(rewards)
         self._sums["left_out"] += values.count(None)
-        training = set()
+        training, edges = set(), _edges(group)
         ends = [int(t.turn_ids.max(initial=-1)) for t in group.trajectories]
         last_turns: dict[str, int] = {}
         for trajectory, end in zip(group.trajectories, ends, strict=True):
             name = trajectory.episode_id
             last_turns[name] = max(end, last_turns.get(name, end))
         for trajectory, end in zip(group.trajectories, ends, strict=True):
-            place = places[trajectory.episode_id]
+            name = trajectory.episode_id
+            place = places[name]
             lengths[place] += trajectory.num_sampled_tokens
-            is_last = end == last_turns[trajectory.episode_id]
-            if values[place] is not None and self._add_line(trajectory, number, place, is_last):
+            line = self._line(trajectory, number, place) if values[place] is not None else None
+            if line is not None:
+                is_last, num_edges = end == last_turns[name], edges[name][trajectory.branch_id]
+                self._lines.append(replace(line, is_last=is_last, num_edges=num_edges))
                 training.add(place)
         self._sums["rollouts"] += len(training)
         self._rewards.append(values)
@@ -150,8 +155,8 @@ class _Collector:
         reward = trajectory.reward
         return None if reward is None or math.isnan(reward) else reward
 
-    def _add_line(self, trajectory: Trajectory, group: int, episode: int, is_last: bool) -> bool:
-        """Whether any of its tokens train."""
+    def _line(self, trajectory: Trajectory, group: int, episode: int) -> Line | None:
+        """The trajectory with its tokens that train, counted; None where none of them does."""
         trained = trajectory.loss_mask
         if self._oldest is not None:
             fresh = trained & (trajectory.versions >= self._oldest)
@@ -159,10 +164,9 @@ class _Collector:
             trained = fresh
         versions = trajectory.versions[trained]
         if not len(versions):
-            return False
+            return None
         self._count(versions)
-        self._lines.append(Line(trajectory, trained, versions, group, episode, is_last))
-        return True
+        return Line(trajectory, trained, versions, group, episode)
 
     def _count(self, versions: NDArray[np.int32]) -> None:
         count, oldest = len(versions), int(versions.min())
@@ -175,6 +179,15 @@ class _Collector:
     def finish(self) -> RowShare:
         counts = TrainCounts(**self._sums)
         return RowShare(self._lines, self._rewards, self._lengths, counts, self._max_staleness)
+
+
+def _edges(group: Group) -> dict[str, dict[int, int]]:
+    """Episode -> branch -> calls of sub-agents above it."""
+    parents: dict[str, dict[int, int]] = {}
+    for trajectory in group.trajectories:
+        of_episode = parents.setdefault(trajectory.episode_id, {})
+        of_episode[trajectory.branch_id] = trajectory.parent_branch_id
+    return {episode: edges_above(tree) for episode, tree in parents.items()}
 
 
 def train_sequences(lines: Sequence[Line]) -> list[TrainSequence]:

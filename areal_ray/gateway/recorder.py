@@ -44,6 +44,8 @@ class _Turn:
     keys: tuple[MessageKey, ...]
     """Of the messages in the prompt; the reply's own once sampled."""
     has_tools: bool
+    caller: int = -1
+    """Branch of the agent that called this one as its sub-agent; -1 = the main agent's."""
     branch_id: int = -1
     text: str = ""
     """Sampled text, tool calls and all."""
@@ -87,9 +89,12 @@ class Recorder:
         return len(self._turns)
 
     def open_turn(
-        self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        called_by: int | None = None,
     ) -> PromptedTurn:
-        """Fix the prompt of the next model call.
+        """Fix the prompt of the next model call; see `core.turn.TurnRecorder`.
 
         Raises:
             ValueError: A message cannot be read or the template refuses the conversation.
@@ -98,6 +103,7 @@ class Recorder:
         keys = tuple(message_key(message) for message in plain)
         rendered = self._template.render(plain, tools)
         parent = self._parent_of(keys)
+        caller = self._caller(parent or self._begun(keys), called_by)
         ids, parent = self._prompt(parent, plain, keys, rendered, tools)
         turn = _Turn(
             turn_id=self._num_opened,
@@ -106,6 +112,7 @@ class Recorder:
             rendered=rendered,
             keys=keys,
             has_tools=bool(tools),
+            caller=caller,
         )
         self._num_opened += 1
         self._open[turn.turn_id] = turn
@@ -168,7 +175,8 @@ class Recorder:
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> tuple[NDArray[np.int32], _Turn | None]:
         if parent is None:
-            if self._is_edited(keys):
+            begun = self._begun(keys)
+            if begun is not None and begun.keys[:-1] != keys:
                 self._split(AGENT_EDITED)
             return self._template.encode_array(rendered), None
         tail = self._tail(parent, messages, rendered, tools)
@@ -178,11 +186,26 @@ class Recorder:
         self._split(tail)
         return self._template.encode_array(rendered), None
 
-    def _is_edited(self, keys: tuple[MessageKey, ...]) -> bool:
-        """Whether an unmatched conversation is a recorded one with its past changed."""
+    def _begun(self, keys: tuple[MessageKey, ...]) -> _Turn | None:
+        """The latest turn of the conversation that an unmatched one sends again or has changed."""
         begun = [turn for turn in self._turns if turn.keys[0] == keys[0]]
-        is_resent = any(turn.keys[:-1] == keys for turn in begun)
-        return bool(begun) and not is_resent and any(key[0] == "assistant" for key in keys)
+        resent = [turn for turn in begun if turn.keys[:-1] == keys]
+        has_past = any(key[0] == "assistant" for key in keys)
+        return next(reversed(resent or (begun if has_past else [])), None)
+
+    def _caller(self, origin: _Turn | None, called_by: int | None) -> int:
+        """Branch that the agent of a conversation was called from.
+
+        Args:
+            origin: A turn of the same conversation.
+            called_by: Turn of the caller, where the client tells it.
+        """
+        if called_by is not None:
+            return next(turn.branch_id for turn in self._turns if turn.turn_id == called_by)
+        if origin is not None:
+            return origin.caller
+        # What begins anew beside the main agent's conversation counts as called by that.
+        return next((turn.branch_id for turn in self._turns if turn.caller < 0), -1)
 
     def _tail(
         self,
@@ -279,6 +302,7 @@ class Recorder:
             versions=versions,
             turn_ids=turn_ids,
             branch_id=leaf.branch_id,
+            parent_branch_id=leaf.caller,
             stop_reason=leaf.stop_reason,
             **fields,
         )

@@ -49,6 +49,7 @@ def _line(trajectory: Trajectory, decode: Decode, step: int, sample: int) -> dic
         "episode_id": trajectory.episode_id,
         "sample": sample,
         "branch_id": trajectory.branch_id,
+        "parent_branch_id": trajectory.parent_branch_id,
         "versions": [trajectory.oldest_version, trajectory.newest_version],
         "finish_reason": trajectory.stop_reason,
         "outcome": trajectory.outcome,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_ray.algorithms.gae import token_gae
-from areal_ray.algorithms.normalise import leave_one_out, normalise
+from areal_ray.algorithms.normalise import normalise
 from areal_ray.algorithms.objective_parts import NormConfig
 from areal_ray.algorithms.shaping import overlong_penalty
 from benchmarks.parity.case import Case, Pairs
@@ -59,7 +59,7 @@ def _ours(inputs: Inputs, config: NormConfig, groups: np.ndarray | None = None) 
 
 
 def _ours_rloo(inputs: Inputs) -> np.ndarray:
-    return leave_one_out(inputs.rewards.double().numpy(), np.ones(ROWS, bool), inputs.groups)
+    return _ours(inputs, NormConfig(mean="leave_one_out"))
 
 
 def _outcome(ours: Any, theirs: Any, **keys: Any) -> Any:

@@ -1,12 +1,10 @@
 """Advantage estimation against hand-worked episodes and the plain recursion."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.algorithms.gae import (
-    discount_along_edges,
     token_gae,
     trajectory_lambdas,
     turn_gae,
@@ -121,31 +119,3 @@ def test_lambdas_by_length():
     np.testing.assert_allclose(found[1:] ** (np.array(lengths[1:]) - 1.0), 0.3)
     found = trajectory_lambdas(GaeConfig(gae_lambda=0.95), lengths)
     np.testing.assert_allclose(found, [0.95] * 5)
-
-
-def test_a_branch_has_its_parent_s_reward_less_an_edge():
-    # 0 is the main line; 1 and 2 its sub-agents, 3 a sub-agent of 2.
-    found = discount_along_edges([-1, 0, 0, 2], [1.0, None, None, None], 0.5)
-    assert found == [1.0, 0.5, 0.5, 0.25]
-
-
-def test_a_branch_keeps_a_reward_of_its_own_and_hands_it_down():
-    found = discount_along_edges([-1, 0, 1], [1.0, -2.0, None], 0.5)
-    assert found == [1.0, -2.0, -1.0]
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
-def test_the_order_in_which_branches_ended_does_not_matter(order):
-    parents, rewards = [-1, 0, 0, 2], [1.0, None, 0.8, None]
-    place = {branch: i for i, branch in enumerate(order)}
-    moved = discount_along_edges(
-        [place.get(parents[b], -1) for b in order], [rewards[b] for b in order], 0.5
-    )
-    assert [moved[place[b]] for b in range(4)] == [1.0, 0.5, 0.8, 0.4]
-
-
-def test_a_tree_without_reward_or_with_a_circle():
-    assert discount_along_edges([-1, 0], [None, None], 0.5) == [None, None]
-    assert discount_along_edges([], [], 0.5) == []
-    with pytest.raises(ValueError, match="circle"):
-        discount_along_edges([1, 0], [None, None], 0.5)

@@ -5,13 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_ray.algorithms.normalise import (
-    is_informative,
-    leave_one_out,
-    normalise,
-)
-from areal_ray.algorithms.objective_parts import NormConfig, RewardShapingConfig
-from areal_ray.algorithms.shaping import shape_rewards
+from areal_ray.algorithms.normalise import normalise
+from areal_ray.algorithms.objective_parts import NormConfig
 
 
 def group_advantages(rewards, *, divide_by_std=True):
@@ -87,7 +82,7 @@ def test_groups_of_unequal_size_are_kept_apart():
     third = 1 / 3
     found = _normalised(UNEQUAL, GROUPS, mean="group")
     np.testing.assert_allclose(found, [0.5, -0.5, third, third, -2 * third, 0.0], atol=1e-12)
-    found = leave_one_out(UNEQUAL, np.ones(6, bool), GROUPS)
+    found = _normalised(UNEQUAL, GROUPS, mean="leave_one_out")
     np.testing.assert_allclose(found, [1.0, -1.0, 0.5, 0.5, -1.0, 0.0], atol=1e-12)
 
 
@@ -201,18 +196,3 @@ def test_ranks_together_give_what_one_would(shares, mean, unbiased):
     assert {len(calls) for calls in sent} == {2}  # a rank with nothing takes part all the same
     for number, total in enumerate(totals):
         np.testing.assert_allclose(np.sum([s[number] for s in sent], axis=0), total, atol=1e-9)
-
-
-def test_a_useful_group_is_kept_whole():
-    assert is_informative([1, 0, 0, 0])
-    assert not is_informative([1, 1, None, 1])
-    assert not is_informative([None, float("nan")])
-    assert not is_informative([])
-
-
-@pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_a_length_penalty_makes_no_group_look_useful(reward):
-    raw, lengths = [reward] * 4, [10, 95, 99, 100]
-    config = RewardShapingConfig(overlong_tokens=10, overlong_limit_tokens=100)
-    assert is_informative(shape_rewards(raw, lengths, config).tolist())
-    assert not is_informative(raw)

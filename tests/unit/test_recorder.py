@@ -83,6 +83,7 @@ def test_a_template_that_drops_thoughts_splits_and_trains_each_sampled_token_onc
     assert text_of(recorder, first.token_ids[first.loss_mask]) == "<t>easy</t>5"
     assert text_of(recorder, second.token_ids[second.loss_mask]) == "8"
     assert (first.branch_id, second.branch_id) == (0, 1)
+    assert second.parent_branch_id == -1, "the same agent goes on"
     assert recorder.splits == {TEMPLATE_REWROTE_TURN: 1}
 
 

@@ -71,7 +71,8 @@ def _mixed():
     groups = [*_groups(3, version=3), *_groups(2, seed=9, siblings=5, version=2)]
     groups.append(_groups(1, seed=5, rewards=[1.0] * 4, version=3)[0])
     first = groups[0].trajectories[0]
-    branch = replace(groups[1].trajectories[1], **_names(first), branch_id=1, reward=first.reward)
+    named = {**_names(first), "branch_id": 1, "parent_branch_id": 0, "reward": first.reward}
+    branch = replace(groups[1].trajectories[1], **named)
     group = Group(groups[0].group_id, groups[0].task_id, (*groups[0].trajectories, branch))
     return [group, *groups[1:]]
 

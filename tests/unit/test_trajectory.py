@@ -11,6 +11,7 @@ from areal_ray.core.trajectory import (
     StopReason,
     Trajectory,
     decode_group,
+    edges_above,
     encode_group,
 )
 
@@ -47,6 +48,8 @@ def test_a_group_reads_back_as_it_was_written(lengths, text, reward):
             outcome=Outcome.TRUNCATED,
             stop_reason=StopReason.LENGTH,
             details={"why": text},
+            branch_id=i % 3,
+            parent_branch_id=i % 3 - 1,
         )
         for i, n in enumerate(lengths)
     )
@@ -57,6 +60,7 @@ def test_a_group_reads_back_as_it_was_written(lengths, text, reward):
             np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
             assert getattr(got, name).dtype == getattr(sent, name).dtype
         assert (got.reward, got.outcome, got.details) == (sent.reward, sent.outcome, sent.details)
+        assert (got.branch_id, got.parent_branch_id) == (sent.branch_id, sent.parent_branch_id)
 
 
 def test_siblings_that_share_a_prompt_travel_in_under_a_kilobyte_each():
@@ -98,3 +102,22 @@ def test_prompt_placeholders_never_count_as_a_version():
     assert silent.oldest_version == -1
     assert Group("g", "t", (silent, mixed)).oldest_version == 7
     assert Group("g", "t", (silent,)).oldest_version == -1
+
+
+@pytest.mark.parametrize(
+    ("parents", "edges"),
+    [
+        ({}, {}),
+        ({0: -1}, {0: 0}),
+        ({0: -1, 1: 0, 2: 0, 3: 2}, {0: 0, 1: 1, 2: 1, 3: 2}),
+        ({3: 2, 2: 0, 1: 0, 0: -1}, {0: 0, 1: 1, 2: 1, 3: 2}),  # whatever the order
+        ({0: -1, 4: -1, 5: 4}, {0: 0, 4: 0, 5: 1}),  # a history that was rewritten, and its call
+    ],
+)
+def test_calls_of_sub_agents_are_counted_along_the_tree(parents, edges):
+    assert edges_above(parents) == edges
+
+
+def test_branches_that_call_each_other_are_refused():
+    with pytest.raises(ValueError, match="circle"):
+        edges_above({0: 1, 1: 0})

@@ -154,7 +154,7 @@ def groups():
     given = ([1.0, 0.0, 0.2, 0.7], [0.5] * 4, [0.0, 0.0, 1.0, -1.0], [0.1, 0.9, 0.4, 0.3])
     made = [random_group(rng, n, rewards=list(rewards)) for n, rewards in enumerate(given)]
     first = made[0].trajectories
-    branch = replace(first[0], branch_id=1, reward=None)
+    branch = replace(first[0], branch_id=1, parent_branch_id=0, reward=None)
     short = replace(first[1], outcome=Outcome.TRUNCATED)
     made[0] = Group(made[0].group_id, made[0].task_id, (first[0], branch, short, *first[2:]))
     return made
