@@ -121,6 +121,7 @@ class RlStep:
         metrics = {
             "learner/loss": sums.get("loss", 0.0) / max(1, len(prepared) - progress.empty),
             **token_metrics(sums),
+            "mismatch/fresh_tokens": sums.get("fresh_tokens", 0.0),
             **count_metrics(totals, int(oldest)),
             "learner/proximal_s": proximal_s,
             **progress.metrics(),

@@ -1,8 +1,14 @@
-"""MismatchAlarm: says when rollout engine and learner no longer agree on the same weights."""
+"""MismatchAlarm: says when rollout engine and learner no longer agree on the same weights.
+
+It rests upon tokens that the learner's own version sampled, of which an asynchronous run may train
+on none; then it says that it is blind.
+"""
 
 from collections.abc import Mapping
 
 MISMATCH = "mismatch/kl_nats"
+FRESH_TOKENS = "mismatch/fresh_tokens"
+_BLIND_AFTER_STEPS = 20
 
 
 class MismatchAlarm:
@@ -12,12 +18,15 @@ class MismatchAlarm:
         """Be silent for ever where the threshold is None."""
         self._threshold = threshold_nats
         self._is_on = False
+        self._blind_steps = 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """What to tell after a step with these metrics, if anything."""
         found = metrics.get(MISMATCH)
-        if self._threshold is None or found is None:
+        if self._threshold is None:
             return None
+        if found is None:
+            return self._count_blind(step) if metrics.get(FRESH_TOKENS) == 0 else None
         was_on, self._is_on = self._is_on, found > self._threshold
         if was_on or not self._is_on:
             return None
@@ -26,4 +35,14 @@ class MismatchAlarm:
             f"{self._threshold:g}: rollout engine and learner disagree on tokens of the same "
             "weights. Compare their dtypes and kernels, or correct for it with objective kind "
             "'icepop' or 'kpop'."
+        )
+
+    def _count_blind(self, step: int) -> str | None:
+        self._blind_steps += 1
+        if self._blind_steps != _BLIND_AFTER_STEPS:
+            return None
+        return (
+            f"step {step}: {_BLIND_AFTER_STEPS} steps so far trained on no token of the learner's "
+            f"own version, so {MISMATCH} and its alarm are blind in them. Look at "
+            "mismatch/stale_kl_nats, or run some steps with admission.max_head_offpolicyness=0."
         )

@@ -1,6 +1,6 @@
 """The alarm for a rollout engine that disagrees with the learner."""
 
-from areal_ray.telemetry.alarm import MISMATCH, MismatchAlarm
+from areal_ray.telemetry.alarm import FRESH_TOKENS, MISMATCH, MismatchAlarm
 
 
 def test_a_mismatch_above_the_threshold_is_told_once_until_it_was_below_again():
@@ -21,3 +21,19 @@ def test_a_step_that_does_not_know_the_mismatch_changes_nothing():
 
 def test_without_a_threshold_nothing_is_told():
     assert MismatchAlarm(None).check(1, {MISMATCH: 9.0}) is None
+
+
+def test_a_run_without_fresh_tokens_is_told_once_that_the_alarm_is_blind():
+    alarm = MismatchAlarm(0.01)
+    told = [alarm.check(1, {MISMATCH: 0.001, FRESH_TOKENS: 50.0})]
+    told += [alarm.check(step, {FRESH_TOKENS: 0.0}) for step in range(2, 60)]
+    lines = [line for line in told if line is not None]
+    assert len(lines) == 1
+    assert lines[0].startswith("step 21: 20 steps so far trained on no token")
+    silent = MismatchAlarm(None)
+    assert not any(silent.check(step, {FRESH_TOKENS: 0.0}) for step in range(60))
+
+
+def test_steps_that_measure_nothing_of_the_kind_do_not_count_as_blind():
+    alarm = MismatchAlarm(0.01)
+    assert not any(alarm.check(step, {}) for step in range(60))

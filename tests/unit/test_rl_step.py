@@ -343,3 +343,8 @@ def test_mismatch_is_told_apart_by_the_age_of_tokens(folder):
         assert f"mismatch/stale_{name}" in metrics
         assert f"mismatch/stale_{name}" not in alone
     assert metrics["mismatch/kl_nats"] > 0.0
+    computed = sum(t.num_sampled_tokens for t in fresh[0].trajectories)
+    assert metrics["mismatch/fresh_tokens"] == alone["mismatch/fresh_tokens"] == computed
+    older = _engine(folder).train_step([aged], 4).metrics
+    assert older["mismatch/fresh_tokens"] == 0
+    assert "mismatch/kl_nats" not in older
