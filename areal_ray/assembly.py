@@ -5,6 +5,7 @@ Each start function spawns every actor first, so that they load side by side, th
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_ray.actors import ActorGraph
 from areal_ray.agents.task_stream import TaskStream, fit_prompts, load_tasks
@@ -88,45 +89,37 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
 
 async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> SftRun:
     """The learner actors of a run on given conversations."""
-    recipe, begin = graph.recipe, graph.begin
-    assert recipe.sft is not None
-    learners = graph.learners(recipe.sft.planned_steps)
-    await graph.wait_until_loaded(learners)
-    learner = LearnerService(learners, num_minibatches=1, seed=recipe.seed)
-    run = SftRun(
-        steps=recipe.sft.planned_steps,
-        step=begin.step,
-        version=begin.version,
-        deadlines=recipe.deadlines,
-        phases=recipe.sft.phases,
-        learners=learner,
-        checkpoints=CheckpointService(recipe.folder, recipe.checkpoint, learner),
-        records=records,
-        waits=waits,
-    )
-    if begin.state:
-        run.load_state_dict(begin.state)
+    sft = graph.recipe.sft
+    assert sft is not None
+    parts = await _learners_alone(graph, sft.planned_steps)
+    run = SftRun(phases=sft.phases, records=records, waits=waits, **parts)
+    if graph.begin.state:
+        run.load_state_dict(graph.begin.state)
     return run
 
 
 async def start_pairs(graph: ActorGraph, records: Records, waits: WaitBoard) -> PairRun:
     """The learner actors of a run of kind dpo or reward_model."""
+    preference = graph.recipe.preference
+    assert preference is not None
+    parts = await _learners_alone(graph, preference.steps)
+    return PairRun(config=preference, records=records, waits=waits, **parts)
+
+
+async def _learners_alone(graph: ActorGraph, steps: int) -> dict[str, Any]:
+    """What a run that samples nothing consists of: fields of a `LearnerRun`."""
     recipe, begin = graph.recipe, graph.begin
-    assert recipe.preference is not None
-    learners = graph.learners(recipe.preference.steps)
+    learners = graph.learners(steps)
     await graph.wait_until_loaded(learners)
     learner = LearnerService(learners, num_minibatches=1, seed=recipe.seed)
-    return PairRun(
-        config=recipe.preference,
-        steps=recipe.preference.steps,
-        step=begin.step,
-        version=begin.version,
-        deadlines=recipe.deadlines,
-        learners=learner,
-        checkpoints=CheckpointService(recipe.folder, recipe.checkpoint, learner),
-        records=records,
-        waits=waits,
-    )
+    return {
+        "steps": steps,
+        "step": begin.step,
+        "version": begin.version,
+        "deadlines": recipe.deadlines,
+        "learners": learner,
+        "checkpoints": CheckpointService(recipe.folder, recipe.checkpoint, learner),
+    }
 
 
 async def start_eval(graph: ActorGraph) -> EvaluationService:
@@ -151,10 +144,8 @@ async def start_eval(graph: ActorGraph) -> EvaluationService:
 
 
 def _scoring(recipe: Recipe, rewards: Fleet | None, tracker: Tracker) -> RewardService | None:
-    """What scores the episodes that are trained on; in kind distill nothing does."""
-    if rewards is None or recipe.kind == "distill":
-        return None
-    return RewardService(rewards, tracker)
+    """What scores the episodes that are trained on, in kinds where anything does."""
+    return RewardService(rewards, tracker) if rewards is not None and recipe.parts.scores else None
 
 
 def _evaluation(graph: ActorGraph, rewards: Fleet, sync: SyncService) -> EvaluationService | None:

@@ -22,6 +22,8 @@ class Parts:
     """It has learner actors."""
     samples: bool = False
     """It has rollout and agent actors, and reward actors where there is a reward."""
+    scores: bool = True
+    """Rewards score the episodes that are trained on, not held-out ones alone."""
 
 
 _KINDS: dict[str, Parts] = {
@@ -49,6 +51,7 @@ _KINDS: dict[str, Parts] = {
     "distill": Parts(
         loop="train",
         samples=True,
+        scores=False,
         needs=("tasks", "teacher", "admission"),
         refuses=("critic", "preference"),
     ),

@@ -1,21 +1,17 @@
-"""PairSource: the tokenized pairs of a preference run, and which of them a step takes.
-
-Lives in the learner actors, so that no pair passes through the driver. Each rank draws the same
-order from the same seed and keeps its own slice.
-"""
+"""PairSource: the tokenized pairs of a preference run, and which of them a step takes."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from areal_ray.core.imports import resolve
 from areal_ray.engines.preference import PreferenceConfig, PreferencePair
 from areal_ray.engines.sft import SftExample
 from areal_ray.errors import DataError
 from areal_ray.gateway.template import ChatTemplate
-from areal_ray.runtime.sft_source import Conversation, picked_rows, said_ids
+from areal_ray.runtime.row_source import RowSource
+from areal_ray.runtime.sft_source import Conversation, said_ids
 
 _PARTS = 3
 _log = logging.getLogger(__name__)
@@ -24,51 +20,39 @@ _log = logging.getLogger(__name__)
 class PairSource:
     """Batches by step, the same whenever they are asked for."""
 
-    def __init__(
-        self,
-        config: PreferenceConfig,
-        model_path: str,
-        *,
-        roots: Sequence[str] = (),
-        seed: int = 0,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> None:
+    def __init__(self, config: PreferenceConfig, model_path: str, **share: Any) -> None:
+        """Load the tokenizer.
+
+        Args:
+            config: The section preference.
+            model_path: Of the tokenizer.
+            share: Import roots, seed and rank, as of `RowSource`.
+        """
         self._config = config
         self._template = ChatTemplate.from_folder(model_path)
-        self._roots = roots
-        self._seed = seed
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._loaded: dict[str, list[PreferencePair]] = {}
+        self._rows = RowSource(self._usable, **share)
 
     def batch(self, step: int) -> list[PreferencePair]:
         """This rank's slice of the batch that `step` (from 0) takes."""
         config = self._config
-        pairs = self._pairs("preference", config.source, config.args)
-        picked = picked_rows(len(pairs), step, config.batch_size, f"{self._seed}/pairs")
-        return [pairs[i] for i in picked[self._rank :: self._num_ranks]]
+        size = config.batch_size
+        return self._rows.batch(
+            "preference", config.source, config.args, step=step, size=size, order="pairs"
+        )
 
     def held_out(self) -> list[PreferencePair]:
         """This rank's slice of the held-out pairs."""
         held_out = self._config.held_out
         assert held_out is not None, "looked at only where the section is given"
         source = held_out.source or self._config.source
-        pairs = self._pairs("preference.held_out", source, held_out.args)
-        return pairs[: held_out.num_pairs][self._rank :: self._num_ranks]
+        return self._rows.first("preference.held_out", source, held_out.args, held_out.num_pairs)
 
-    def _pairs(self, where: str, source: str, args: Mapping[str, Any]) -> list[PreferencePair]:
-        if where not in self._loaded:
-            rows = resolve(source, self._roots, where=f"{where}.source")(**args)
-            pairs = [
-                tokenize_pair(self._template, row, f"{where}: {source} row {number}")
-                for number, row in enumerate(rows)
-            ]
-            self._loaded[where] = self._usable(pairs, f"{where}: {source}")
-        return self._loaded[where]
-
-    def _usable(self, pairs: list[PreferencePair], where: str) -> list[PreferencePair]:
+    def _usable(self, rows: Iterable[Any], where: str) -> list[PreferencePair]:
         """Pairs that are short enough and have two answers."""
+        pairs = [
+            tokenize_pair(self._template, row, f"{where} row {number}")
+            for number, row in enumerate(rows)
+        ]
         limit = self._config.max_tokens
         kept = [p for p in pairs if _differ(p) and (limit is None or _longest(p) <= limit)]
         if not kept:

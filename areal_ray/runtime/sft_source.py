@@ -1,20 +1,15 @@
-"""SftSource: the tokenized conversations of each phase, and which of them a step takes.
-
-Lives in the learner actors, so that no example passes through the driver. Each rank draws the same
-order from the same seed and keeps its own slice.
-"""
+"""SftSource: the tokenized conversations of each phase, and which of them a step takes."""
 
 import functools
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from areal_ray.core.imports import resolve
 from areal_ray.engines.sft import SftConfig, SftExample
 from areal_ray.errors import DataError
 from areal_ray.gateway.template import ChatTemplate
+from areal_ray.runtime.row_source import RowSource
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -22,30 +17,25 @@ Conversation = Sequence[Mapping[str, Any]]
 class SftSource:
     """Batches by (phase, step), the same whenever they are asked for."""
 
-    def __init__(
-        self,
-        config: SftConfig,
-        model_path: str,
-        *,
-        roots: Sequence[str] = (),
-        seed: int = 0,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> None:
+    def __init__(self, config: SftConfig, model_path: str, **share: Any) -> None:
+        """Load the tokenizer.
+
+        Args:
+            config: The phases.
+            model_path: Of the tokenizer.
+            share: Import roots, seed and rank, as of `RowSource`.
+        """
         self._phases = config.phases
-        self._template = ChatTemplate.from_folder(model_path)
-        self._roots = roots
-        self._seed = seed
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._loaded: dict[str, list[SftExample]] = {}
+        template = ChatTemplate.from_folder(model_path)
+        self._rows = RowSource(functools.partial(_examples, template), **share)
 
     def batch(self, phase: int, step: int) -> list[SftExample]:
         """This rank's slice of the batch that `step` (from 0) of `phase` takes."""
-        config = self._phases[phase]
-        examples = self._examples(f"sft.phases.{phase}", config.source, config.args)
-        picked = picked_rows(len(examples), step, config.batch_size, f"{self._seed}/{phase}")
-        return [examples[i] for i in picked[self._rank :: self._num_ranks]]
+        config, where = self._phases[phase], f"sft.phases.{phase}"
+        size = config.batch_size
+        return self._rows.batch(
+            where, config.source, config.args, step=step, size=size, order=str(phase)
+        )
 
     def held_out(self, phase: int) -> list[SftExample]:
         """This rank's slice of what the phase's `until` looks at."""
@@ -53,19 +43,14 @@ class SftSource:
         assert config.until is not None, "a phase without `until` is not looked at"
         until = config.until
         source = until.source or config.source
-        examples = self._examples(f"sft.phases.{phase}.until", source, until.args)
-        return examples[: until.num_examples][self._rank :: self._num_ranks]
+        return self._rows.first(f"sft.phases.{phase}.until", source, until.args, until.num_examples)
 
-    def _examples(self, where: str, source: str, args: Mapping[str, Any]) -> list[SftExample]:
-        if where not in self._loaded:
-            conversations = resolve(source, self._roots, where=f"{where}.source")(**args)
-            self._loaded[where] = [
-                tokenize(self._template, conversation, f"{where}: {source} row {row}")
-                for row, conversation in enumerate(conversations)
-            ]
-            if not self._loaded[where]:
-                raise DataError(f"{where}: {source} gave no conversations; at least one is needed")
-        return self._loaded[where]
+
+def _examples(template: ChatTemplate, rows: Iterable[Any], where: str) -> list[SftExample]:
+    found = [tokenize(template, said, f"{where} row {row}") for row, said in enumerate(rows)]
+    if not found:
+        raise DataError(f"{where} gave no conversations; at least one is needed")
+    return found
 
 
 def tokenize(template: ChatTemplate, conversation: Conversation, where: str) -> SftExample:
@@ -109,20 +94,3 @@ def said_ids(template: ChatTemplate, text: str) -> tuple[list[int], list[int]]:
 def _extend(ids: list[int], mask: list[bool], tokens: Sequence[int], *, learned: bool) -> None:
     ids.extend(tokens)
     mask.extend([learned] * len(tokens))
-
-
-def picked_rows(count: int, step: int, batch_size: int, seed: str) -> list[int]:
-    """Indices of one batch out of an endless sequence of shuffled epochs."""
-    picked: list[int] = []
-    while len(picked) < batch_size:
-        epoch, start = divmod(step * batch_size + len(picked), count)
-        order = _order(count, f"{seed}/{epoch}")
-        picked += order[start : start + batch_size - len(picked)]
-    return picked
-
-
-@functools.lru_cache(maxsize=4)
-def _order(count: int, seed: str) -> tuple[int, ...]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return tuple(order)

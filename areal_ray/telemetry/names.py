@@ -75,7 +75,7 @@ learner/value_loss | | mean | The critic's loss, mean over its updates.
 learner/value_explained_variance_fraction | fraction | mean | Returns that the critic foresaw.
 
 mismatch/kl_nats | nats | mean | KL(rollout engine, learner) on tokens of the learner's own version.
-mismatch/fresh_tokens | tokens | sum | Trained tokens of the learner's own version: what kl_nats rests upon.
+mismatch/fresh_tokens | tokens | sum | Tokens of the learner's own version: kl_nats rests upon them.
 mismatch/ratio_mean | | mean | exp(learner - rollout log-prob), mean over the same tokens.
 mismatch/ratio_max | | max | The largest of these.
 mismatch/stale_kl_nats | nats | mean | KL(rollout engine, learner) on tokens of older versions.

@@ -2,27 +2,15 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from areal_ray.core.task import Task
-from areal_ray.core.trajectory import Trajectory
 from recipes.gsm8k.reward import right_or_close_to_form
+from tests.support.replies import replied
 
 
 def verdict(reply: str, **args: Any) -> dict[str, Any]:
-    trajectory = Trajectory(
-        token_ids=np.zeros(0, np.int32),
-        loss_mask=np.zeros(0, bool),
-        behaviour_logprobs=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int32),
-        turn_ids=np.zeros(0, np.int16),
-        task_id="row-7",
-        group_id="g",
-        episode_id="e",
-        final_text=reply,
-    )
-    return right_or_close_to_form(Task("row-7", (), "1,080"), trajectory, **args)
+    return right_or_close_to_form(Task("row-7", (), "1,080"), replied(reply), **args)
 
 
 @pytest.mark.parametrize("reply", ["#### 1080", "So she has 1,080 left.", "\\boxed{1080}"])

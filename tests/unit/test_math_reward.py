@@ -1,36 +1,18 @@
 """Verdicts on mathematical answers: what a user expects, not what a library says."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from areal_ray.core.task import Task
-from areal_ray.core.trajectory import Trajectory
 from areal_ray.errors import DataError
 from areal_ray.rewards.extraction import extract
 from areal_ray.rewards.math import last_number, score
+from tests.support.replies import replied
 
 RIGHT, WRONG = 1.0, 0.0
 
-EMPTY = Trajectory(
-    token_ids=np.zeros(0, np.int32),
-    loss_mask=np.zeros(0, bool),
-    behaviour_logprobs=np.zeros(0, np.float32),
-    versions=np.zeros(0, np.int32),
-    turn_ids=np.zeros(0, np.int16),
-    task_id="row-7",
-    group_id="g",
-    episode_id="e",
-)
-
-
-def said(reply: str) -> Trajectory:
-    return replace(EMPTY, final_text=reply)
-
 
 def verdict(gold: object, reply: str, **args: float) -> float:
-    return score(Task("row-7", (), gold), said(reply), **args)["reward"]
+    return score(Task("row-7", (), gold), replied(reply), **args)["reward"]
 
 
 MATH = [
@@ -136,14 +118,14 @@ def test_rounded_decimals_are_equal_only_within_an_asked_for_tolerance():
 
 
 def test_a_box_cut_by_the_length_limit_is_flagged_and_the_reply_is_not_its_answer():
-    told = score(Task("row-7", (), "42"), said(r"42 and \boxed{42"))
+    told = score(Task("row-7", (), "42"), replied(r"42 and \boxed{42"))
     assert told == {"reward": 0.0, "answer": "", "is_cut": True}
 
 
 @pytest.mark.parametrize("gold", [None, "", "  ", [1], True])
 def test_a_row_without_usable_gold_is_a_data_error_that_names_it(gold):
     with pytest.raises(DataError, match="row-7"):
-        score(Task("row-7", (), gold), said(r"\boxed{1}"))
+        score(Task("row-7", (), gold), replied(r"\boxed{1}"))
 
 
 @pytest.mark.parametrize("reply", ["", "I do not know.", r"\boxed{}", "####", "$$", "{{{", "\\"])
@@ -166,12 +148,12 @@ def test_a_reply_without_an_answer_is_wrong_and_raises_nothing(reply):
     ],
 )
 def test_the_last_number_of_a_reply_decides_an_arithmetic_task(reply, expected):
-    assert last_number(Task("t", (), 42), said(reply)) == expected
+    assert last_number(Task("t", (), 42), replied(reply)) == expected
 
 
 def test_a_gold_that_is_no_number_is_a_data_error_for_last_number():
     with pytest.raises(DataError, match="'t'"):
-        last_number(Task("t", (), "x+1"), said("3"))
+        last_number(Task("t", (), "x+1"), replied("3"))
 
 
 def test_of_a_box_and_a_marker_the_later_one_is_the_answer():

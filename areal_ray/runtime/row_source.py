@@ -1,0 +1,78 @@
+"""RowSource: rows of a user's function, tokenized once, and which of them a rank takes.
+
+Lives in the learner actors, so that no row passes through the driver. Each rank draws the same
+order from the same seed and keeps its own slice.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from areal_ray.core.imports import resolve
+
+RowT = TypeVar("RowT")
+
+
+class RowSource(Generic[RowT]):
+    """The same rows whenever they are asked for."""
+
+    def __init__(
+        self,
+        read: Callable[[Iterable[Any], str], list[RowT]],
+        *,
+        roots: Sequence[str] = (),
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            read: Rows as they will be trained on, from what the function gave and where it stands.
+            roots: Import roots for the function.
+            seed: Of the order.
+            rank: This one's number.
+            num_ranks: All of them.
+        """
+        self._read = read
+        self._roots = roots
+        self._seed = seed
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._loaded: dict[str, list[RowT]] = {}
+
+    def batch(
+        self, where: str, source: str, args: Mapping[str, Any], *, step: int, size: int, order: str
+    ) -> list[RowT]:
+        """This rank's slice of the `size` rows that `step` (from 0) takes of shuffled epochs."""
+        rows = self._rows(where, source, args)
+        picked = _picked(len(rows), step, size, f"{self._seed}/{order}")
+        return [rows[i] for i in picked[self._rank :: self._num_ranks]]
+
+    def first(self, where: str, source: str, args: Mapping[str, Any], count: int) -> list[RowT]:
+        """This rank's slice of the first `count` rows."""
+        return self._rows(where, source, args)[:count][self._rank :: self._num_ranks]
+
+    def _rows(self, where: str, source: str, args: Mapping[str, Any]) -> list[RowT]:
+        if where not in self._loaded:
+            rows = resolve(source, self._roots, where=f"{where}.source")(**args)
+            self._loaded[where] = self._read(rows, f"{where}: {source}")
+        return self._loaded[where]
+
+
+def _picked(count: int, step: int, size: int, seed: str) -> list[int]:
+    """Indices of one batch out of an endless sequence of shuffled epochs."""
+    picked: list[int] = []
+    while len(picked) < size:
+        epoch, start = divmod(step * size + len(picked), count)
+        order = _order(count, f"{seed}/{epoch}")
+        picked += order[start : start + size - len(picked)]
+    return picked
+
+
+@functools.lru_cache(maxsize=4)
+def _order(count: int, seed: str) -> tuple[int, ...]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
