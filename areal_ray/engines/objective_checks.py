@@ -118,7 +118,7 @@ def _group_problems(objective: ObjectiveConfig, around: Surroundings) -> Iterato
         yield (
             f"{key.get(advantages.mean, 'admission.n_samples')}: is 1 with "
             f"objective.advantage_norm.mean '{advantages.mean}'; the tokens of a single sample "
-            "all have its reward, so nothing is left of it. Use 2 or more."
+            "all have its reward, so it never has an advantage. Use 2 or more."
         )
 
 

@@ -139,14 +139,6 @@ ONE_SAMPLE = ("admission.n_samples=1",)
             "admission.n_samples",
             "no deviation to be divided by",
         ),
-        (
-            [
-                "objective={kind: reinforce_pp, advantage_norm: {mean: group}}",
-                "admission.n_samples=1",
-            ],
-            "admission.n_samples",
-            "so nothing is left of it",
-        ),
         (["objective.gae={unit: turn}"], "objective.gae.unit", "has the same advantage anyway"),
         (
             ["objective={kind: kpop, rejection_sampling: {lower: 0.5}}"],

@@ -51,7 +51,7 @@ OTHER = {
         "token_mean", "sequence_mean", "sequence_sum", "fixed_length", "rollout_mean",
     ],
     "fixed_length_tokens": [7],
-    "eps_clip": [0.05],
+    "eps_clip": [0.5],
     "eps_clip_higher": [0.05],
     "c_clip": [1.01],
     "sapo_tau_pos": [3.0],
@@ -98,7 +98,7 @@ BESIDE = {
     "sapo_tau_pos": {"loss": "sapo", "behaviour_weight": "none"},
     "sapo_tau_neg": {"loss": "sapo", "behaviour_weight": "none"},
 }
-WAYS_OUT = ("Remove", "Use", "Add", "Change", "Raise", "Lower", "Set", "must be")
+WAYS_OUT = ("Remove", "Use", "Give", "Add", "Change", "Raise", "Lower", "Set", "must be")
 
 
 def field_names():
