@@ -1,8 +1,11 @@
 # Two commands: `make demo` trains a small model in front of you, `make test` checks everything.
 # Both make .venv the first time; PYTHON chooses the interpreter (3.11 or newer), and PIP_FLAGS
 # reaches pip, for example to take torch from an index of CPU builds.
+# TEST_RUNS is how many test files with a Ray of their own run side by side: they wait much, so one
+# more than two cores. Unit tests never wait: as many as there are cores.
 PYTHON ?= python3
 PIP_FLAGS ?=
+TEST_RUNS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,10 +18,11 @@ demo: $(VENV)/.installed
 	$(BIN)/areal-ray demo
 
 test: test-unit
-	$(BIN)/python -m pytest --timeout 300 tests/integration tests/chaos
+	$(BIN)/python -m pytest -n $(TEST_RUNS) --dist loadfile --timeout 300 tests/integration tests/chaos
 
 test-unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --timeout 120 tests/test_house.py tests/unit
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --timeout 120 \
+	  tests/test_house.py tests/unit
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -12,6 +12,8 @@ for name, value in {
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(name, value)
+os.environ["TEST_RUN"] = str(os.getpid())
+"""Tells the processes of this pytest from those of another one beside it."""
 
 settings.register_profile(
     "tests",

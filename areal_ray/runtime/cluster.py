@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,7 @@ def connect(
         }
     else:
         _check_address(address)
-    _init(address, options)
+    start_or_join(address, options)
     _mute()
     try:
         nodes = _wait_for_nodes(cluster, deadlines)
@@ -96,8 +96,16 @@ def connect(
     return Connection(tuple(nodes), is_started_here=address is None, is_connected_here=True)
 
 
-def _init(address: str | None, options: dict[str, Any]) -> None:
-    """ray.init; a Ray of our own gets a second try, since it gives a busy machine 30 s only."""
+def start_or_join(address: str | None, options: Mapping[str, Any]) -> None:
+    """ray.init; a Ray of our own gets a second try, since it gives a busy machine 30 s only.
+
+    Args:
+        address: The cluster to join; None = start one here, whatever else runs on the machine.
+        options: Further arguments of ray.init.
+
+    Raises:
+        PlacementError: It did not start, or no cluster is there.
+    """
     import ray
 
     tries = 2 if address is None else 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_ray.run_folder import read_status
+from recipes.calculator.model import create
 from tests.integration.test_command_line import (
     ROOT,
     clean_environment,
@@ -18,6 +19,14 @@ from tests.integration.test_command_line import (
     is_alive,
     train,
 )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is there already: a run that makes its own takes seconds more to begin."""
+    folder = tmp_path_factory.mktemp("made")
+    create(folder, 0)
+    return folder
 
 
 @pytest.mark.timeout(400)
@@ -32,10 +41,16 @@ from tests.integration.test_command_line import (
     ids=["SIGTERM", "SIGINT", "SIGTERM while loading", "SIGTERM to each process"],
 )
 def test_it_ends_the_run_in_seconds_as_a_signal_to_the_run_alone_would(
-    tmp_path: Path, number: signal.Signals, code: int, begun: int | None, to_all: bool
+    tmp_path: Path,
+    model: Path,
+    number: signal.Signals,
+    code: int,
+    begun: int | None,
+    to_all: bool,
 ) -> None:
+    made = () if begun is None else (f"model.path={model}", "model.create=null")
     child = subprocess.Popen(
-        train(tmp_path, "steps=200"),
+        train(tmp_path, "steps=200", *made),
         cwd=ROOT,
         env=clean_environment(),
         stdout=subprocess.PIPE,

@@ -1,13 +1,15 @@
-"""Objectives learn the demo's task from its warm start, within a fifth of its steps.
+"""The demo learns, and other objectives learn its task from the same warm start, in fewer steps.
 
-GRPO is test_run_learning.py's.
+In one file, so that the warm start is made once.
 """
 
 import pytest
 
 from areal_ray import launch
+from areal_ray.telemetry.summary import Summary
 from tests.support.whole_runs import ROOT, Runs, assert_books_balance
 
+DEMO_STEPS = 20
 STEPS = 8
 OBJECTIVES = {
     "ppo": ["objective.kind=ppo", "critic={optimizer: {lr: 0.001}}"],
@@ -22,28 +24,38 @@ OBJECTIVES = {
     "kpop": ["objective.kind=kpop"],
 }
 RECIPES_CLIP = ["objective.eps_clip=null", "objective.eps_clip_higher=null"]
+PATIENCE_S = 500.0
+
+pytestmark = pytest.mark.timeout(PATIENCE_S + 60)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_it_lifts_held_out_accuracy_by_twenty_five_points(runs: Runs, name: str) -> None:
+def lifted(runs: Runs, steps: int, *overrides: str) -> float:
+    """Points of held-out accuracy that a shortened run of the demo's recipe gains."""
     handle = launch(
         ROOT / "recipes/calculator/grpo.yaml",
         [
-            f"name=learn-{name}",
             f"cluster.fileroot={runs.folder}",
-            f"steps={STEPS}",
+            f"steps={steps}",
             "evaluation.every_steps=0",
-            "evaluation.tasks.limit=100",
-            "learner.optimizer.lr_scheduler_type=constant",
+            "learner.optimizer.lr_scheduler_type=constant",  # as in the first half of the demo
             "telemetry.console=off",
-            *RECIPES_CLIP,
-            *OBJECTIVES[name],
+            *overrides,
         ],
     )
-    summary = handle.wait(290)
-    assert (summary.outcome, summary.steps) == ("finished", STEPS)
+    summary: Summary = handle.wait(PATIENCE_S)
+    assert (summary.outcome, summary.steps) == ("finished", steps)
     assert summary.eval.before is not None
     assert summary.eval.after is not None
-    assert summary.eval.after - summary.eval.before >= 0.25
     assert summary.staleness.max <= 2
-    assert assert_books_balance(handle.folder)["trained"] == 32 * STEPS
+    assert assert_books_balance(handle.folder)["trained"] == 32 * steps
+    return summary.eval.after - summary.eval.before
+
+
+def test_the_demo_lifts_held_out_accuracy_by_thirty_points(runs: Runs) -> None:
+    assert lifted(runs, DEMO_STEPS) >= 0.3
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_another_objective_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
+    shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
+    assert lifted(runs, STEPS, *shorter, *RECIPES_CLIP, *OBJECTIVES[name]) >= 0.25

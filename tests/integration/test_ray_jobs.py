@@ -1,7 +1,9 @@
 """`ray start --head`, then `ray job submit -- areal-ray train ...` on that cluster."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,12 +22,14 @@ SLOW_S = 420
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    """Below those that the kernel hands out, so that no other Ray's process gets one meanwhile."""
+    ports: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 500):
+        with contextlib.suppress(OSError), socket.socket() as one:
+            one.bind(("", port))
+            ports.append(port)
+        if len(ports) == count:
+            break
     return ports
 
 

@@ -20,6 +20,7 @@ from areal_ray.rewards.runner import Asked, RewardRunner
 from areal_ray.runtime.fleet import Fleet
 from areal_ray.runtime.reward_actor import RewardActor
 from areal_ray.runtime.services import RewardService, Tracker
+from tests.support.reward_functions import sleeper
 
 TASK = Task("t", ({"role": "user", "content": "x"},), answer=1)
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -74,8 +75,8 @@ def living_descendants() -> list[str]:
             command = (folder / "cmdline").read_text()
         except OSError:
             continue
-        is_ours = int(fields[1]) == mine or "time.sleep(600)" in command
-        if is_ours and ("rewards.worker" in command or fields[0] == "Z" or "sleep(600)" in command):
+        is_child = int(fields[1]) == mine and ("rewards.worker" in command or fields[0] == "Z")
+        if is_child or command.split("\0")[1:-1] == sleeper()[1:]:
             children.append(command)
     return children
 

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import ray
 
+from areal_ray.runtime.cluster import start_or_join
+
 
 @contextmanager
 def shared_ray() -> Iterator[None]:
@@ -14,14 +16,14 @@ def shared_ray() -> Iterator[None]:
         return
     # One thread an actor: more would fight for the cores.
     env = {"OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",  # also beside a cluster that `ray start` left running
-        num_cpus=8,
-        include_dashboard=False,
-        object_store_memory=512 * 1024**2,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={"env_vars": env},
-    )
+    options = {
+        "num_cpus": 8,
+        "include_dashboard": False,
+        "object_store_memory": 512 * 1024**2,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "runtime_env": {"env_vars": env},
+    }
+    start_or_join(None, options)  # beside any cluster that `ray start` left running, too
     yield
     ray.shutdown()

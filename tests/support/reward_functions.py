@@ -9,6 +9,11 @@ import time
 from typing import Any
 
 
+def sleeper() -> list[str]:
+    """Command of a child that outlives whoever does not end it; it names the pytest it is of."""
+    return [sys.executable, "-c", "import time; time.sleep(600)", os.environ["TEST_RUN"]]
+
+
 def length(task: Any, trajectory: Any, scale: float = 1.0) -> float:
     """Characters of the final text."""
     print("a reward may print")
@@ -22,7 +27,7 @@ def as_said(task: Any, trajectory: Any) -> Any:
         while True:
             pass
     if said == "child":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        subprocess.Popen(sleeper())
         time.sleep(600)
     if said == "die":
         os.kill(os.getpid(), signal.SIGKILL)
