@@ -29,8 +29,6 @@ HANG_BOUND_S = TIMEOUT_S + 3.0 + 5.0
 @pytest.fixture(scope="module")
 def crew(ray_session: None) -> Iterator[WeightCrew]:
     with WeightCrew(3, shapes=BROAD, bucket_bytes=65536, timeout_s=TIMEOUT_S) as crew:
-        for member in (crew.learner, *crew.replicas.values()):
-            crew.pid(member)  # started before the first short deadline runs
         yield crew
 
 

@@ -37,7 +37,8 @@ class Faulty:
 @pytest.mark.parametrize("method", ["on_step", "on_status", "on_eval"])
 def test_it_ends_the_run_with_that_exception(runs: Runs, method: str) -> None:
     name = f"odd-{method}"
-    handle = runs.start(name, EVALUATION, "steps=10000", progress=Faulty(method))
+    held_out = (EVALUATION,) if method == "on_eval" else ()
+    handle = runs.start(name, *held_out, "steps=10000", progress=Faulty(method))
     with pytest.raises(Odd, match=f"odd 7 in {method}"):
         handle.wait(PATIENCE_S)
     summary = json.loads((runs.folder / name / "summary.json").read_text(encoding="utf-8"))

@@ -30,8 +30,10 @@ def second_learner(crew: WeightCrew) -> Any:
 
 @pytest.fixture(scope="module")
 def spare(crew: WeightCrew) -> Any:
-    """A replica that is no member of any publish."""
-    return crew.spawn(ReplicaStandIn, TINY)
+    """A replica that is no member of the crew's publishes."""
+    replica = crew.spawn(ReplicaStandIn, TINY)
+    crew.pid(replica)  # has started
+    return replica
 
 
 def _load(replica: Any, committed: Committed) -> None:

@@ -1,5 +1,6 @@
 """A student that learns from its teacher: on its own answers, and on given ones."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,7 @@ def test_without_rewards_no_reward_actor_is_there_and_the_books_balance(models) 
         spawned |= {n for n in ray.util.list_named_actors() if n.startswith("unscored/")}
         if handle.metrics():
             break
+        time.sleep(0.1)
     handle.wait(PATIENCE_S)
     roles = {name.split("/")[1].rsplit("-", 1)[0] for name in spawned}
     assert roles == {"rollout", "learner", "agent", "param"}

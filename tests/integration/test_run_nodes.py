@@ -8,7 +8,7 @@ import sys
 from tests.support.whole_runs import ROOT, Runs, assert_books_balance, steps_of
 
 _TWO_NODES = """
-import json, sys, threading, ray
+import json, sys, time, ray
 from ray.cluster_utils import Cluster
 from areal_ray import launch
 
@@ -26,6 +26,7 @@ while len(nodes) < 2 and handle._thread.is_alive():
             actor = ray.get_actor(name)
             nodes[name] = ray.get(
                 actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))
+    time.sleep(0.1)
 summary = handle.wait(200)
 print(json.dumps({"nodes": sorted(nodes.values()), "outcome": summary.outcome}))
 ray.shutdown()

@@ -58,8 +58,11 @@ class WeightCrew:
         return self.spawn(ReplicaStandIn, self.shapes, self.sync, restarts=-1)
 
     def enlist(self, **replicas: Any) -> None:
-        """Make these, or all of the crew's, the members."""
-        ray.get(self.sync.set_members.remote(self.learner, replicas or self.replicas), timeout=60)
+        """Make these, or all of the crew's, the members, once they have started."""
+        members = replicas or self.replicas
+        for member in (self.learner, *members.values()):
+            self.pid(member)  # the deadline of a publish is not meant for that
+        ray.get(self.sync.set_members.remote(self.learner, members), timeout=60)
 
     def publish(self, version: int) -> PublishReport:
         """Train to weights that tell the version, and publish them as such."""
