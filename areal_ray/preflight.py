@@ -18,6 +18,7 @@ from areal_ray.core.task import Task
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.errors import ArealRayError, RecipeError
+from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
 from areal_ray.run_folder import conflict, in_use
@@ -183,9 +184,7 @@ def _create_problems(recipe: Recipe) -> Iterator[str]:
     create = recipe.model.create
     assert create is not None
     if not recipe.model.is_created_by_recipe:
-        yield from _caught(
-            "model.create", lambda: resolve(create, recipe.import_roots, where="model.create")
-        )
+        yield from _caught("model.create", lambda: check_function(create, recipe.import_roots))
         return
     try:
         maker = model_recipe(recipe)
