@@ -6,8 +6,10 @@ The recipe itself is already checked; here the files, the folders and the code t
 
 import inspect
 import json
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from areal_ray.core.task import Task
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.errors import ArealRayError, RecipeError
+from areal_ray.gateway.messages import canonical
 from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
@@ -26,6 +29,12 @@ from areal_ray.runtime.run_config import is_hub_name
 
 _HUB_TIMEOUT_S = 3.0
 _REWARD_PATH = "reward.args.path"
+_NOT_THE_USERS = (
+    str(Path(__file__).parent),
+    *(path for name, path in sysconfig.get_paths().items() if name.endswith("lib")),
+    "<",
+)
+"""Where code lies that a recipe did not bring: ours, the standard library, what is installed."""
 
 
 def preflight(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -246,6 +255,8 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
                 (where, tasks, load_tasks(tasks, recipe.import_roots, where=where))
             ),
         )
+    for where, config, given in loaded:
+        yield from _message_problems(f"{where}.source: {config.source}", given)
     limited = [entry for entry in loaded if entry[1].max_prompt_tokens is not None]
     if not limited or not (Path(recipe.model_path) / "config.json").is_file():
         return  # nothing to count, or nothing to count with yet
@@ -253,6 +264,17 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
 
     problems = _caught("model.path", lambda: _count(limited, ChatTemplate, recipe.model_path))
     yield from problems
+
+
+def _message_problems(where: str, tasks: Sequence[Task]) -> list[str]:
+    """The first message that no prompt could be made of."""
+    for row, task in enumerate(tasks):
+        try:
+            for index, message in enumerate(task.messages):
+                canonical(message, index)["content"].encode()
+        except (ValueError, AttributeError) as error:  # of which UnicodeError is one
+            return [f"{where}: row {row} ('{task.id}'): {error}"]
+    return []
 
 
 def _count(
@@ -269,10 +291,17 @@ def _caught(where: str, check: Callable[[], Any]) -> list[str]:
         check()
     except ArealRayError as error:
         return str(error).splitlines()
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         told = str(error).strip().splitlines() or [""]
-        return [f"{where}: raised {type(error).__name__}: {told[0]}"]
+        return [f"{where}: raised {type(error).__name__}: {told[0]}{_place(error)}"]
     return []
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's code that an error came through; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _is_on_hub(name: str) -> bool:

@@ -25,6 +25,23 @@ def not_async(task, client):
 
 def score(task, trajectory):
     return 1.0
+
+def exits():
+    raise SystemExit(3)
+
+def raises():
+    rows = {}
+    return rows["colour"]
+
+async def awaited():
+    return []
+
+def endless():
+    while True:
+        yield from (Task(str(i), ({"role": "user", "content": "x"},)) for i in range(10**9))
+
+def odd(id="a", messages=({"role": "user", "content": "x"},)):
+    return [Task("first", ({"role": "user", "content": "x"},)), Task(id, messages)]
 """
 
 
@@ -96,6 +113,47 @@ def test_all_that_is_wrong_is_told_at_once(folder):
 def test_what_a_recipe_names_must_be_there(folder, override, told):
     problems = check_files(recipe_of(folder, override))
     assert len(problems) == 1
+    assert told in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("exits", "tasks: raised SystemExit: 3 ("),
+        ("raises", "sums_code.py, line 22)"),
+        ("awaited", "gave a coroutine; must be tasks. Write an ordinary function"),
+        ("endless", "gave 1,000,000 tasks and goes on. Set tasks.limit"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_task_source_that_goes_wrong_is_one_line_that_says_where(folder, source, told):
+    (line,) = check_files(recipe_of(folder, f"tasks.source=sums_code:{source}"))
+    assert told in line
+
+
+def test_an_endless_source_is_taken_with_a_limit(folder):
+    assert check_files(recipe_of(folder, "tasks.source=sums_code:endless", "tasks.limit=3")) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"id": 1}, "row 1: id is 1; must be text"),
+        ({"id": ""}, "row 1: id is ''"),
+        ({"id": "a\nb"}, "row 1: id is 'a\\nb'"),
+        ({"messages": "hello"}, "row 1 ('a'): messages is a str"),
+        ({"messages": ["hello"]}, "row 1 ('a'): messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "row 1 ('a'): messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: is int"),
+        ({"messages": [{"role": "user", "content": [{"image_url": "x"}]}]}, "images"),
+        ({"messages": [{"role": "user", "content": "x\ud800"}]}, "surrogates not allowed"),
+    ],
+)
+def test_a_task_that_no_prompt_can_be_made_of_is_refused_with_its_row(folder, args, told):
+    made = Recipe.model_copy(recipe_of(folder))
+    tasks = made.tasks.model_copy(update={"source": "sums_code:odd", "args": args})
+    problems = check_files(made.model_copy(update={"tasks": tasks}))
+    assert len(problems) == 1, problems
     assert told in problems[0]
 
 
