@@ -27,7 +27,7 @@ _LOCK_FILE = ".lock"
 _LOCK_S = 0.5
 """How long a folder that looks held is tried: whoever asks for its status holds it for less."""
 _SUMMARY_FILE = "summary.json"
-_TRACES = ("metrics.jsonl", "checkpoints", "journal", _SUMMARY_FILE)
+_TRACES = ("metrics.jsonl", "checkpoints/*", "journal/*")
 
 
 class FolderInUse(RecipeError):
@@ -126,12 +126,25 @@ def conflict(path: Path, *, overwrite: bool = False) -> str | None:
             f"name: {path} is not empty and holds no run; a run would mix with what is there. "
             "Choose another name or cluster.fileroot."
         )
-    if not overwrite and names.intersection(_TRACES):
+    if not overwrite and _has_begun(path):
         return (
             f"name: {path} holds another run. `areal-ray resume {path}` goes on with it, "
             "name=OTHER starts beside it, --overwrite deletes it."
         )
     return None
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run left anything behind: one that failed before its first step did not."""
+    if any(trace.is_dir() or trace.stat().st_size for name in _TRACES for trace in path.glob(name)):
+        return True
+    try:
+        summary = json.loads((path / _SUMMARY_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return not isinstance(summary, dict) or bool(summary.get("steps", 1))
 
 
 def in_use(path: Path) -> str | None:
