@@ -333,7 +333,7 @@ def test_a_model_beside_the_policy_reads_its_token_ids_alike(folder, tokenizer, 
     (folder / "model/tokenizer.json").write_text(json.dumps({"model": {"vocab": TOKENS}}))
     other = folder / "other"
     other.mkdir()
-    (other / "model.safetensors").write_bytes(b"")
+    (other / "model.safetensors").write_bytes(NO_TENSORS)
     (other / "config.json").write_text(json.dumps({"vocab_size": size}))
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     told = check_files(recipe_of(folder, "objective.kind=opd", "teacher={path: other}"))
