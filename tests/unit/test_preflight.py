@@ -304,7 +304,7 @@ def test_a_reward_model_is_looked_for_before_anything_starts(folder):
     (line,) = told("model")  # the policy's own start is none
     assert "so every score would be 0; must be a reward model" in line
     (folder / "model/model.safetensors").write_bytes(whole[:9])
-    assert "cannot be read" in told("./model")[0]
+    assert "cannot be read" in told("./model")[-1]
 
 
 TOKENS = {"a": 0, "b": 1, "</s>": 2}
