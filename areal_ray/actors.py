@@ -63,13 +63,23 @@ def layout_of(recipe: Recipe) -> Layout:
 class ActorGraph:
     """Actors of one run."""
 
-    def __init__(self, recipe: Recipe, connection: Connection, begin: StartPoint) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        connection: Connection,
+        begin: StartPoint,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Reserve what the actors need; `check` may raise while it waits for that."""
         self.recipe = recipe
         self.begin = begin
         self.roots = [str(root) for root in recipe.import_roots]
         self.journal = str((recipe.folder / JOURNAL_FOLDER).resolve())
         self._reservation: Reservation = reserve(
-            layout_of(recipe), connection.nodes, deadline_s=recipe.deadlines.placement_s
+            layout_of(recipe),
+            connection.nodes,
+            deadline_s=recipe.deadlines.placement_s,
+            check=check,
         )
         self._fleets: list[Fleet] = []
         self._token = uuid4().hex[:6]

@@ -106,9 +106,12 @@ def resume(run: Run, overrides: Overrides = None, fileroot: Fileroot = "runs") -
     from areal_ray.run_folder import RECIPE_FILE, find_run
 
     folder = find_run(run, fileroot)
-    recipe = load_recipe(
-        folder / RECIPE_FILE, [f"cluster.fileroot={folder.parent}", *(overrides or ())]
-    )
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    changes = [f"cluster.fileroot={folder.parent}", *(overrides or ())]
+    recipe = load_recipe(folder / RECIPE_FILE, changes)
+    if recipe.folder.resolve() != folder.resolve():  # renamed or copied since
+        recipe = load_recipe(folder / RECIPE_FILE, [*changes, f"name={folder.name}"])
     _go(recipe, overwrite=False, resume=True, print_config=False)
 
 

@@ -116,11 +116,13 @@ async def learn(run: Run) -> None:
             )
         run.trained(tickets, run.step + 1)
         with run.waits.waiting("learner", "the publish", metric="time/learner_publish_s"):
-            report = await run.sync.publish(trained_at + 1)
-        run.committed(report.version)
-        await run.gate.open_to(report.version)
+            report = await run.publish(trained_at + 1)
+        run.committed(trained_at + 1)
+        await run.gate.open_to(run.version)
         run.records.trained(run.step, trained_at, tickets, stats, report, run.gauges())
         run.dump_episodes(tickets)
+        if report is None:
+            return
         if run.evaluation is not None and run.evaluation.is_due(run.step, run.steps):
             await run.evaluation.pin(run.step)
         with run.waits.waiting("learner", "a checkpoint", metric="time/learner_checkpoint_s"):

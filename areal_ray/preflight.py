@@ -5,9 +5,10 @@ The recipe itself is already checked; here the files, the folders and the code t
 """
 
 import inspect
-import json
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,23 @@ from areal_ray.core.task import Task
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.errors import ArealRayError, RecipeError
+from areal_ray.gateway.messages import canonical
+from areal_ray.model_check import checkpoint_problems, read_model_config
+from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
 from areal_ray.run_folder import conflict, in_use
 from areal_ray.runtime.run_config import is_hub_name
+from areal_ray.telemetry.summary import read_summary
 
 _HUB_TIMEOUT_S = 3.0
 _REWARD_PATH = "reward.args.path"
+_NOT_THE_USERS = (
+    str(Path(__file__).parent),
+    *(path for name, path in sysconfig.get_paths().items() if name.endswith("lib")),
+    "<",
+)
+"""Where code lies that a recipe did not bring: ours, the standard library, what is installed."""
 
 
 def preflight(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -35,12 +46,29 @@ def preflight(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) 
     """
     problems = check_files(recipe)
     told = in_use(recipe.folder)
-    if told is None and not resume:
-        told = conflict(recipe.folder, overwrite=overwrite)
+    if told is None:
+        told = _done(recipe) if resume else conflict(recipe.folder, overwrite=overwrite)
     problems += [] if told is None else [told]
     if problems:
         where = recipe.origin.name if recipe.origin is not None else "recipe"
         raise RecipeError("\n".join(f"{where}: {problem}" for problem in problems))
+
+
+def _done(recipe: Recipe) -> str | None:
+    """Why there is nothing to resume; None where there is."""
+    summary = read_summary(recipe.folder) or {}
+    steps, key = recipe.steps, "steps"
+    if recipe.preference is not None:
+        steps, key = recipe.preference.steps, "preference.steps"
+    if summary.get("outcome") != "finished" or recipe.parts.loop == "fit":
+        return None
+    done = summary.get("steps")
+    if not isinstance(done, int) or done < steps:
+        return None
+    return (
+        f"{key}: is {steps}; {recipe.folder} is finished and has taken {done}. "
+        f"To go on give it more, as {key}={done + 10}."
+    )
 
 
 def check_files(recipe: Recipe) -> list[str]:
@@ -74,7 +102,7 @@ def _fileroot_problems(recipe: Recipe) -> Iterator[str]:
 def _model_problems(recipe: Recipe) -> Iterator[str]:
     path = Path(recipe.model_path)
     if (path / "config.json").is_file():
-        yield from _checkpoint_problems(path)
+        yield from checkpoint_problems(path, "model.path", needs_tokenizer=True)
         return
     if path.is_dir() and any(path.iterdir()):
         yield f"model.path: {path} holds no config.json; must be a Hugging Face checkpoint."
@@ -89,27 +117,6 @@ def _model_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _checkpoint_problems(folder: Path, where: str = "model.path") -> Iterator[str]:
-    config = _read_config(folder)
-    if isinstance(config, str):
-        yield f"{where}: {folder}/config.json cannot be read ({config})."
-        return
-    if not any(folder.glob("*.safetensors")):
-        yield f"{where}: {folder} holds no .safetensors file; must be a whole checkpoint."
-    names = ("tokenizer.json", "tokenizer.model")
-    if where == "model.path" and not any((folder / name).is_file() for name in names):
-        yield f"{where}: {folder} holds no tokenizer. Save the tokenizer beside the weights."
-
-
-def _read_config(folder: Path) -> dict[str, Any] | str:
-    """A checkpoint's config, or why it cannot be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return str(error)
-    return config if isinstance(config, dict) else "not a mapping"
-
-
 def _companion_problems(recipe: Recipe) -> Iterator[str]:
     """Reference, teacher, critic and reward model: there, and of the policy's vocabulary."""
     for where, said, path in _companions(recipe):
@@ -119,7 +126,7 @@ def _companion_problems(recipe: Recipe) -> Iterator[str]:
         if recipe.model.create is not None and folder.is_relative_to(recipe.model_path):
             continue  # made with the model
         if (folder / "config.json").is_file():
-            yield from _checkpoint_problems(folder, where)
+            yield from checkpoint_problems(folder, where)
             yield from _vocabulary_problems(recipe, folder, where)
             if where == _REWARD_PATH:
                 yield from _caught(where, lambda folder=folder: _require_head(folder))  # type: ignore[misc]
@@ -171,7 +178,7 @@ def _vocabulary_problems(recipe: Recipe, folder: Path, where: str) -> Iterator[s
 
 def _vocabulary_size(folder: Path) -> int | None:
     """None where the config does not say, or is not there yet."""
-    config = _read_config(folder)
+    config = read_model_config(folder)
     if isinstance(config, str):
         return None
     text = config.get("text_config")
@@ -183,9 +190,7 @@ def _create_problems(recipe: Recipe) -> Iterator[str]:
     create = recipe.model.create
     assert create is not None
     if not recipe.model.is_created_by_recipe:
-        yield from _caught(
-            "model.create", lambda: resolve(create, recipe.import_roots, where="model.create")
-        )
+        yield from _caught("model.create", lambda: check_function(create, recipe.import_roots))
         return
     try:
         maker = model_recipe(recipe)
@@ -247,6 +252,8 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
                 (where, tasks, load_tasks(tasks, recipe.import_roots, where=where))
             ),
         )
+    for where, config, given in loaded:
+        yield from _message_problems(f"{where}.source: {config.source}", given)
     limited = [entry for entry in loaded if entry[1].max_prompt_tokens is not None]
     if not limited or not (Path(recipe.model_path) / "config.json").is_file():
         return  # nothing to count, or nothing to count with yet
@@ -254,6 +261,17 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
 
     problems = _caught("model.path", lambda: _count(limited, ChatTemplate, recipe.model_path))
     yield from problems
+
+
+def _message_problems(where: str, tasks: Sequence[Task]) -> list[str]:
+    """The first message that no prompt could be made of."""
+    for row, task in enumerate(tasks):
+        try:
+            for index, message in enumerate(task.messages):
+                canonical(message, index)["content"].encode()
+        except (ValueError, AttributeError) as error:  # of which UnicodeError is one
+            return [f"{where}: row {row} ('{task.id}'): {error}"]
+    return []
 
 
 def _count(
@@ -270,10 +288,17 @@ def _caught(where: str, check: Callable[[], Any]) -> list[str]:
         check()
     except ArealRayError as error:
         return str(error).splitlines()
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         told = str(error).strip().splitlines() or [""]
-        return [f"{where}: raised {type(error).__name__}: {told[0]}"]
+        return [f"{where}: raised {type(error).__name__}: {told[0]}{_place(error)}"]
     return []
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's code that an error came through; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _is_on_hub(name: str) -> bool:

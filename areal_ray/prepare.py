@@ -1,14 +1,15 @@
 """Before the actors: where a run begins, and making the model where the recipe says how."""
 
-import inspect
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from areal_ray.actors import StartPoint
 from areal_ray.checkpoint import Checkpoints
-from areal_ray.core.imports import resolve
-from areal_ray.errors import ArealRayError, DataError, RecipeError
+from areal_ray.errors import DataError, DeadlineExceeded, RecipeError
+from areal_ray.model_function import is_made, make_apart
 from areal_ray.recipe import Recipe, absolute_path, model_recipe
+from areal_ray.run_folder import FolderInUse, RunFolder
 from areal_ray.runtime.saving import CHECKPOINTS_FOLDER
 
 
@@ -45,41 +46,64 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
     )
 
 
-def make_model(recipe: Recipe, train_first: Callable[[Recipe], None]) -> None:
+def make_model(
+    recipe: Recipe,
+    train_first: Callable[[Recipe, RunFolder], None],
+    *,
+    tell: Callable[[str], None],
+    check: Callable[[], None],
+) -> None:
     """Make the folder of `model.path` as `model.create` says, unless it is there.
+
+    Where another run is making it, wait for that one and use what it made.
 
     Args:
         recipe: Of the run that needs the model.
-        train_first: Runs another recipe to its end.
+        train_first: Runs another recipe to its end, in the folder held for it.
+        tell: Takes a line about what is waited for.
+        check: Called while it waits; what it raises ends the wait.
 
     Raises:
         RecipeError: `create` cannot be followed, or left no model behind.
+        DeadlineExceeded: The other run did not end in time.
     """
     folder, create = Path(recipe.model_path), recipe.model.create
-    if create is None or (folder / "config.json").exists():
+    if create is None or is_made(folder):
         return
-    if recipe.model.is_created_by_recipe:
-        other = model_recipe(recipe)
-        train_first(other)
-    else:
-        function = resolve(create, recipe.import_roots, where="model.create")
-        _call(function, create, folder, recipe.seed)
-    if not (folder / "config.json").exists():
+    if not recipe.model.is_created_by_recipe:
+        tell(f"{folder} is missing: {create} makes it")
+        make_apart(create, folder, recipe.seed, search=recipe.import_roots, check=check)
+        return
+    other = model_recipe(recipe)
+    held = _hold(other, recipe.deadlines.model_s, tell, check)
+    if is_made(folder):  # by the run that was waited for
+        held.release()
+        return
+    tell(f"{folder} is missing: training {other.run_name}")
+    train_first(other, held)
+    if not is_made(folder):
         raise RecipeError(
             f"model.create: {create} left no Hugging Face checkpoint in {folder} (no config.json)"
         )
 
 
-def _call(function: Callable[[Path, int], object], name: str, folder: Path, seed: int) -> None:
-    try:
-        inspect.signature(function).bind(folder, seed)
-    except TypeError as error:
-        raise RecipeError(f"model.create: {name} must take (folder, seed): {error}") from error
-    try:
-        function(folder, seed)
-    except ArealRayError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(
-            f"model.create: {name} failed: {type(error).__name__}: {error}"
-        ) from error
+def _hold(
+    maker: Recipe, limit_s: float, tell: Callable[[str], None], check: Callable[[], None]
+) -> RunFolder:
+    """The folder of the run that makes a model, once no other process holds it."""
+    end = time.monotonic() + limit_s
+    is_told = False
+    while True:
+        check()
+        try:
+            return RunFolder.hold(maker.folder)
+        except FolderInUse:
+            if time.monotonic() > end:
+                raise DeadlineExceeded(
+                    f"model.create: the run {maker.run_name} in {maker.folder}, which makes the "
+                    f"model, has gone on in another process for deadlines.model_s = {limit_s:g} s. "
+                    "Raise it, or stop that run"
+                ) from None
+        if not is_told:
+            tell(f"waiting for {maker.run_name}, which another process runs: it makes the model")
+            is_told = True

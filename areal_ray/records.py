@@ -129,7 +129,7 @@ class Records:
         consumed_at: int,
         tickets: Sequence[Ticket[Any]],
         stats: StepStats,
-        report: PublishReport,
+        report: PublishReport | None,
         gauges: Mapping[str, int],
     ) -> None:
         """A step is done: write its row.
@@ -139,7 +139,7 @@ class Records:
             consumed_at: The learner's version when it began.
             tickets: Its groups.
             stats: What the learner said.
-            report: What the publish said.
+            report: What the publish said; null where a stop overtook it.
             gauges: How queue and gate stand now: `Run.gauges()`.
         """
         now = time.monotonic()
@@ -153,16 +153,18 @@ class Records:
         alarm = self._alarm.check(step, stats.metrics)
         if alarm is not None:
             self.event(alarm)
-        self._add_publish(report)
+        if report is not None:
+            self._add_publish(report)
         self._window.update(gauges)
         self._add_ledger()
-        row = self._close_row(step, report.version, now)
+        version = consumed_at + 1
+        row = self._close_row(step, version, now)
         bound = self._bound()
-        self._shown = {"step": step, "version": report.version, "reward": row.get("reward/mean")}
+        self._shown = {"step": step, "version": version, "reward": row.get("reward/mean")}
         self._progress.on_step(
             StepView(
                 step=step,
-                version=report.version,
+                version=version,
                 step_s=row["time/step_s"],
                 reward=row.get("reward/mean"),
                 loss=row.get("learner/loss"),

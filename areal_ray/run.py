@@ -19,6 +19,7 @@ from areal_ray.engines.sft import SftPhase
 from areal_ray.errors import DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.runtime.evaluation import EvaluationService
+from areal_ray.runtime.param_sync_actor import PublishReport
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.runtime.saving import CheckpointService
 from areal_ray.runtime.services import (
@@ -33,6 +34,9 @@ from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.waits import WaitBoard
 
 T = TypeVar("T")
+
+_LAST_PUBLISH_S = 3.0
+"""For a publish to end once stop was asked for."""
 
 
 @dataclass(kw_only=True)
@@ -68,13 +72,17 @@ class LearnerRun:
                 f"{what} took more than {limit_s:g} s. Raise deadlines.step_s if that is normal"
             ) from None
 
-    async def until_stopped(self, work: Awaitable[T], deadline: float | None = None) -> T | None:
-        """Await `work`; None as soon as stop is asked for, or at `deadline` (monotonic clock)."""
+    async def until_stopped(
+        self, work: Awaitable[T], deadline: float | None = None, *, grace_s: float = 0.0
+    ) -> T | None:
+        """Await `work`; None at `deadline` (monotonic clock), or `grace_s` after stop was asked."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stopping.wait())
         left_s = None if deadline is None else deadline - time.monotonic()
         try:
             await asyncio.wait({task, stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and grace_s:
+                await asyncio.wait({task}, timeout=grace_s)
             return task.result() if task.done() else None
         finally:
             stop.cancel()
@@ -173,6 +181,17 @@ class Run(LearnerRun):
         self.ledger.train([ticket.group_id for ticket in tickets], step)
         for ticket in tickets:
             self._let_go(ticket.place)
+
+    async def publish(self, version: int) -> PublishReport | None:
+        """Bring a step's weights to the fleet.
+
+        None where stop was asked for and no replica took them within seconds (it is coming back,
+        or hangs). The step is taken all the same: a resumed run begins with its weights.
+        """
+        report = await self.until_stopped(self.sync.publish(version), grace_s=_LAST_PUBLISH_S)
+        if report is None:
+            self.records.event(f"stopping: version {version} reached no rollout")
+        return report
 
     def committed(self, version: int) -> None:
         """A step is done and its weights are in force."""

@@ -27,7 +27,11 @@ _LOCK_FILE = ".lock"
 _LOCK_S = 0.5
 """How long a folder that looks held is tried: whoever asks for its status holds it for less."""
 _SUMMARY_FILE = "summary.json"
-_TRACES = ("metrics.jsonl", "checkpoints", "journal", _SUMMARY_FILE)
+_TRACES = ("metrics.jsonl", "checkpoints/*", "journal/*")
+
+
+class FolderInUse(RecipeError):
+    """A run folder is held by a run that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +53,12 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def claim(
-        cls, path: Path, recipe_yaml: str, *, resume: bool = False, overwrite: bool = False
-    ) -> "RunFolder":
-        """Make the folder or take it again, hold it, and save the recipe in it.
-
-        Args:
-            resume: Go on with the run that is there.
-            overwrite: Delete the run that is there.
+    def hold(cls, path: Path) -> "RunFolder":
+        """Make the folder where it is missing, and hold it; what is in it stays.
 
         Raises:
-            RecipeError: It holds another run or foreign files, is held by a running run, or
-                cannot be written.
+            FolderInUse: Another run holds it.
+            RecipeError: It cannot be written.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -71,20 +69,41 @@ class RunFolder:
                 "Choose another folder."
             ) from error
         if lock is None:
-            raise RecipeError(_going_on(path))
+            raise FolderInUse(_going_on(path))
+        return cls(path, lock)
+
+    @classmethod
+    def claim(
+        cls, path: Path, recipe_yaml: str, *, resume: bool = False, overwrite: bool = False
+    ) -> "RunFolder":
+        """`hold` and `begin`."""
+        folder = cls.hold(path)
+        folder.begin(recipe_yaml, resume=resume, overwrite=overwrite)
+        return folder
+
+    def begin(self, recipe_yaml: str, *, resume: bool = False, overwrite: bool = False) -> None:
+        """Make it the folder of a run, and save the recipe in it; let go of it on failure.
+
+        Args:
+            recipe_yaml: The recipe as run.
+            resume: Go on with the run that is there.
+            overwrite: Delete the run that is there.
+
+        Raises:
+            RecipeError: It holds another run or foreign files.
+        """
         try:
-            problem = None if resume else conflict(path, overwrite=overwrite)
+            problem = None if resume else conflict(self.path, overwrite=overwrite)
             if problem is not None:
                 raise RecipeError(problem)
             if resume:  # its summary is of an earlier end
-                (path / _SUMMARY_FILE).unlink(missing_ok=True)
+                (self.path / _SUMMARY_FILE).unlink(missing_ok=True)
             else:
-                _empty(path)
-            _write(path / RECIPE_FILE, recipe_yaml)
+                _empty(self.path)
+            _write(self.path / RECIPE_FILE, recipe_yaml)
         except BaseException:
-            os.close(lock)
+            self.release()
             raise
-        return cls(path, lock)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json; a reader sees the old or the new one, whole."""
@@ -107,12 +126,25 @@ def conflict(path: Path, *, overwrite: bool = False) -> str | None:
             f"name: {path} is not empty and holds no run; a run would mix with what is there. "
             "Choose another name or cluster.fileroot."
         )
-    if not overwrite and names.intersection(_TRACES):
+    if not overwrite and _has_begun(path):
         return (
             f"name: {path} holds another run. `areal-ray resume {path}` goes on with it, "
             "name=OTHER starts beside it, --overwrite deletes it."
         )
     return None
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run left anything behind: one that failed before its first step did not."""
+    if any(trace.is_dir() or trace.stat().st_size for name in _TRACES for trace in path.glob(name)):
+        return True
+    try:
+        summary = json.loads((path / _SUMMARY_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return not isinstance(summary, dict) or bool(summary.get("steps", 1))
 
 
 def in_use(path: Path) -> str | None:

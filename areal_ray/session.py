@@ -60,7 +60,7 @@ _Loops = Callable[[ActorGraph, StartPoint], Coroutine[Any, Any, None]]
 
 
 class _StoppedBefore(Exception):
-    """Stop was asked for while the model was still being made."""
+    """Stop was asked for before the loops began."""
 
 
 class _Endings:
@@ -93,6 +93,7 @@ class Session:
         resume: bool = False,
         overwrite: bool = False,
         connection: Connection | None = None,
+        folder: RunFolder | None = None,
     ) -> None:
         """Claim the run's folder.
 
@@ -102,13 +103,15 @@ class Session:
             resume: Go on from the last checkpoint.
             overwrite: Forget an earlier run in that folder.
             connection: A cluster to use and leave connected.
+            folder: The run's folder, where the caller holds it already.
 
         Raises:
             RecipeError: The folder holds another run, or one that is going on.
         """
         self.recipe = recipe
         shown = redact(recipe.to_yaml(), environment_secrets())
-        self._folder = RunFolder.claim(recipe.folder, shown, resume=resume, overwrite=overwrite)
+        self._folder = folder or RunFolder.hold(recipe.folder)
+        self._folder.begin(shown, resume=resume, overwrite=overwrite)
         self.error: BaseException | None = None
         self._progress = progress or open_progress(recipe.telemetry)
         self._resume = resume
@@ -149,8 +152,11 @@ class Session:
                 self._begin_point = begin_at(recipe, resume=True, tell=self._progress.on_event)
             if self._connection is None:
                 self._progress.on_event("starting Ray ...")
-                self._connection = connect(recipe.cluster, recipe.scheduler, recipe.deadlines)
-            make_model(recipe, self._train_first)
+                self._connection = connect(
+                    recipe.cluster, recipe.scheduler, recipe.deadlines, self._check_stop
+                )
+            tell = self._progress.on_event
+            make_model(recipe, self._train_first, tell=tell, check=self._check_stop)
             asyncio.run(self._run_loops(self._connection))
             return "stopped" if self._stop_asked else "finished"
         except _StoppedBefore:
@@ -172,18 +178,22 @@ class Session:
             _log.error("%s", "".join(traceback.format_exception(error)))
         return "failed"
 
-    def _train_first(self, other: Recipe) -> None:
+    def _check_stop(self) -> None:
+        if self._stop_asked:
+            raise _StoppedBefore
+
+    def _train_first(self, other: Recipe, held: RunFolder) -> None:
         """Run the recipe that makes this one's model, on the same cluster."""
-        self._progress.on_event(f"{self.recipe.model_path} is missing: training {other.run_name}")
-        maker = self._maker = Session(other, overwrite=True, connection=self._connection)
+        maker = self._maker = Session(
+            other, overwrite=True, connection=self._connection, folder=held
+        )
         if self._stop_asked:
             maker.stop()
         maker.run()
         self._maker = None
         if maker.error is not None:
             raise maker.error
-        if self._stop_asked:
-            raise _StoppedBefore
+        self._check_stop()
 
     async def _run_loops(self, connection: Connection) -> None:
         recipe = self.recipe
@@ -192,7 +202,7 @@ class Session:
             return
         begin = self._begin_point or begin_at(recipe, resume=False, tell=self._progress.on_event)
         self._progress.on_event("starting actors ...")
-        graph = ActorGraph(recipe, connection, begin)
+        graph = ActorGraph(recipe, connection, begin, self._check_stop)
         try:
             loops: dict[str, _Loops] = {
                 "train": self._rl,
@@ -285,15 +295,7 @@ class Session:
         return self._records
 
     def _begin(self, steps: int, begin: StartPoint) -> None:
-        header = Header(
-            name=self.recipe.run_name,
-            kind=self.recipe.kind,
-            total_steps=steps,
-            first_step=begin.step,
-            folder=str(self.recipe.folder),
-            facts=_facts(self.recipe, begin),
-        )
-        self._progress.start(header)
+        self._progress.start(_header(self.recipe, steps, begin))
 
     async def _save_model(self, run: LearnerRun) -> None:
         """The final weights as a Hugging Face checkpoint, written beside and then renamed."""
@@ -357,6 +359,17 @@ def failure_text(error: BaseException | None) -> str:
     if error is None:
         return ""
     return str(error) if isinstance(error, ArealRayError) else f"{type(error).__name__}: {error}"
+
+
+def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:
+    return Header(
+        name=recipe.run_name,
+        kind=recipe.kind,
+        total_steps=steps,
+        first_step=begin.step,
+        folder=str(recipe.folder),
+        facts=_facts(recipe, begin),
+    )
 
 
 def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:

@@ -27,6 +27,7 @@ FLOORS = [
     {
         *("driver", "recipe", "run", "records", "handle", "assembly", "prepare"),
         *("preflight", "plan", "run_listing", "actors", "session", "kinds", "smoke"),
+        *("model_function", "model_check"),
     },
     {"cli"},
 ]
@@ -52,6 +53,7 @@ BROAD_EXCEPTS = {
     "rewards/worker.py": "the reward",
     "engines/torch_generation.py": "the loop's end: every turn it held comes back with the cause",
     "preflight.py": "code that a recipe names",
+    "model_function.py": "the function of model.create",
     "agents/hub.py": "the hub's client and its transports, which raise what they like",
     "smoke.py": "a recipe's data sources, which may be out of reach here",
     "session.py": "the run's own end: any failure is told, and the report still written",

@@ -153,7 +153,9 @@ async def _attempt(
         return Outcome.ENV_ERROR, one_line(str(error) or "environment failed"), None
     except ArealRayError:
         raise
-    except (Exception, SystemExit) as error:  # user code: its failure is data
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # user code: its failure is data, and must not end the loop
         return Outcome.AGENT_ERROR, one_line(f"{type(error).__name__}: {error}"), None
 
 

@@ -3,6 +3,7 @@
 The stream is finite state over a fixed list, so a cursor of a few numbers restores it exactly.
 """
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ from areal_ray.core.config import Config
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task
 from areal_ray.errors import DataError
+
+_MOST_TASKS = 1_000_000
+"""That a source may give unasked: one without an end would fill the memory."""
 
 CountTokens = Callable[[Sequence[Mapping[str, Any]]], int]
 """Messages -> length of the prompt they render to."""
@@ -65,22 +69,31 @@ def load_tasks(
 
     Raises:
         RecipeError: The source cannot be found.
-        DataError: It cannot be called so, gives something else than tasks, none, or an id twice.
+        DataError: It cannot be called so, gives something else than tasks, none, without end, or an
+            id twice.
     """
     source = resolve(config.source, search, where=f"{where}.source")
     try:
         made = source(**config.args) if callable(source) else source
     except TypeError as error:
         raise DataError(f"{where}.args: {config.source} cannot be called: {error}") from error
-    if not isinstance(made, Iterable):
+    if inspect.iscoroutine(made):
+        made.close()  # nobody will await it
+    if not isinstance(made, Iterable) or isinstance(made, str | bytes):
         raise DataError(
-            f"{where}.source: {config.source} gave a {type(made).__name__}; must be tasks"
+            f"{where}.source: {config.source} gave a {type(made).__name__}; must be tasks. Write "
+            "an ordinary function that returns or yields them"
         )
     tasks: list[Task] = []
     seen: set[str] = set()
     for row, task in enumerate(made):
         if config.limit is not None and row >= config.limit:
             break
+        if config.limit is None and row >= _MOST_TASKS:
+            raise DataError(
+                f"{where}.source: {config.source} gave {_MOST_TASKS:,} tasks and goes on. Set "
+                f"{where}.limit, to the number you mean if it has an end"
+            )
         _check(task, row, seen, f"{where}.source: {config.source}")
         tasks.append(task)
     if not tasks:
@@ -168,7 +181,16 @@ class TaskStream:
         return Draw(self._tasks[row], self._epoch, 0)
 
     def retry(self, task_id: str, epoch: int, attempt: int) -> None:
-        """Hand this task out again, before any fresh one, as attempt + 1."""
+        """Hand this task out again, before any fresh one, as attempt + 1.
+
+        Raises:
+            DataError: No task has this id: the list is another than when it was handed out.
+        """
+        if task_id not in self._row_of:
+            raise DataError(
+                f"resume: the checkpoint knows task '{task_id}', the task source does not. Resume "
+                "with the tasks it was started with"
+            )
         self._retries.append((epoch, self._row_of[task_id], attempt + 1))
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,6 +234,15 @@ class TaskStream:
 def _check(task: Any, row: int, seen: set[str], where: str) -> None:
     if not isinstance(task, Task):
         raise DataError(f"{where}: row {row} is a {type(task).__name__}; must be a Task")
+    if not isinstance(task.id, str) or not task.id.isprintable() or not task.id:
+        raise DataError(
+            f"{where}: row {row}: id is {task.id!r}; must be text of printable characters"
+        )
+    if not isinstance(task.messages, list | tuple):
+        raise DataError(
+            f"{where}: row {row} ('{task.id}'): messages is a {type(task.messages).__name__}; must "
+            "be a tuple of messages such as {'role': 'user', 'content': '...'}"
+        )
     if not task.messages:
         raise DataError(f"{where}: row {row} ('{task.id}') has no messages")
     if task.id in seen:
@@ -221,8 +252,15 @@ def _check(task: Any, row: int, seen: set[str], where: str) -> None:
 
 def _cut(task: Task, row: int, limit: int, side: str, count: CountTokens) -> Task:
     """The task with as many words of its last user message as fit, by bisection."""
-    last = max(i for i, message in enumerate(task.messages) if message["role"] == "user")
+    asked = [i for i, message in enumerate(task.messages) if message["role"] == "user"]
+    last = asked[-1] if asked else 0
     text = task.messages[last]["content"]
+    if not asked or not isinstance(text, str):
+        raise DataError(
+            f"tasks row {row} ('{task.id}'): its prompt exceeds tasks.max_prompt_tokens = {limit} "
+            "and cannot be cut, since it has no user message of plain text. Set tasks.overlong to "
+            "filter"
+        )
 
     def with_characters(length: int) -> Task:
         part = (text[len(text) - length :] if side == "left" else text[:length]) if length else ""

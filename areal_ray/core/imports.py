@@ -13,6 +13,12 @@ from typing import Any
 
 from areal_ray.errors import RecipeError
 
+_AT_IMPORT = (
+    *(ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError),
+    *(LookupError, OSError, RuntimeError, ArithmeticError, AssertionError),
+)
+"""What a module of the user's may raise while it is imported."""
+
 
 def import_roots(recipe: Path | None = None) -> list[Path]:
     """Folders to resolve references from: the recipe's ancestors, then the working directory."""
@@ -37,11 +43,15 @@ def resolve(reference: str, search: Sequence[Path | str] = (), *, where: str = "
         raise RecipeError(f"{where}: '{reference}' must read 'package.module:name'.")
     roots = [Path(root) for root in search]
     home = next((root for root in roots if _holds(root, module_path)), None)
-    if home is not None and str(home) not in sys.path:
-        # Kept on the path: the module may import its neighbours later, when it runs.
-        sys.path.insert(0, str(home))
+    if home is not None:
+        if sys.path[:1] != [str(home)]:
+            # Kept on the path, and first: the module may import its neighbours later, when it runs.
+            sys.path[:] = [str(home), *(path for path in sys.path if path != str(home))]
         importlib.invalidate_caches()
+        _forget_stale(module_path, home)
     target = _import(module_path, reference, roots, where)
+    if home is not None:
+        _remember(target)
     for part in name.split("."):
         if not hasattr(target, part):
             raise RecipeError(f"{where}: '{reference}': {_no_such_name(module_path, part, target)}")
@@ -50,8 +60,58 @@ def resolve(reference: str, search: Sequence[Path | str] = (), *, where: str = "
 
 
 def _holds(root: Path, module_path: str) -> bool:
+    return _file_in(root, module_path) is not None
+
+
+def _file_in(root: Path, module_path: str) -> Path | None:
     stem = root.joinpath(*module_path.split("."))
-    return stem.with_suffix(".py").is_file() or (stem / "__init__.py").is_file()
+    files = (stem / "__init__.py", stem.with_suffix(".py"))  # in the order of Python
+    return next((file for file in files if file.is_file()), None)
+
+
+_loaded: dict[str, tuple[Path, int]] = {}
+"""Modules of recipes in this process: file, and when that was last changed."""
+
+
+def _forget_stale(module_path: str, home: Path) -> None:
+    """Have a module read again where its file, or one beside it, is another or changed.
+
+    A notebook starts run after run: what was edited since, or stands in another folder under the
+    same name, would otherwise be one thing in this process and another in the actors.
+    """
+    file = _file_in(home, module_path)
+    assert file is not None
+    file = file.resolve()
+    held = _loaded.get(module_path, (file, 0))[0]
+    beside = [name for name, (path, _) in _loaded.items() if path.parent == held.parent]
+    if held == file and all(_changed_at(_loaded[n][0]) == _loaded[n][1] for n in beside):
+        beside = []
+    shadowing = [  # a neighbour that this folder has under the same name
+        name
+        for name, (path, _) in _loaded.items()
+        if "." not in name and path.parent != file.parent and (file.parent / path.name).is_file()
+    ]
+    for name in {*beside, *shadowing}:
+        sys.modules.pop(name, None)
+        del _loaded[name]
+
+
+def _remember(module: Any) -> None:
+    """Note a module, and what was imported from the same folder."""
+    folder = Path(module.__file__).resolve().parent
+    if folder.is_relative_to(Path(__file__).parents[1]):
+        return  # a module of ours: it does not change
+    for name, beside in list(sys.modules.items()):
+        path = getattr(beside, "__file__", None)
+        if path is None or name == "__main__":
+            continue
+        file = Path(path).resolve()
+        if file.parent == folder:
+            _loaded.setdefault(name, (file, _changed_at(file)))
+
+
+def _changed_at(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def _import(module_path: str, reference: str, roots: Sequence[Path], where: str) -> Any:
@@ -69,7 +129,7 @@ def _import(module_path: str, reference: str, roots: Sequence[Path], where: str)
             f"{where}: '{reference}': {module_path} imports '{missing}', which is not installed. "
             f"pip install it."
         ) from error
-    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError) as error:
+    except (*_AT_IMPORT, SystemExit) as error:
         raise RecipeError(
             f"{where}: '{reference}': importing {module_path} failed: "
             f"{type(error).__name__}: {error}"

@@ -1,8 +1,9 @@
 """The embedded generation engine's knobs, apart from it: reading a recipe needs no torch."""
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from areal_ray.core.config import Config
 
@@ -32,3 +33,10 @@ class TorchGenerationConfig(Config):
     forward: Literal["auto", "lean", "hf"] = "auto"
     """lean = our own forward (Llama, Qwen2, Qwen3, Mistral); hf = the model's own; auto = lean
     where it covers the model."""
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device) is None:
+            raise ValueError(f"is {device!r}; must be auto, cpu, cuda or cuda:N")
+        return device

@@ -49,6 +49,10 @@ def main(settings: str) -> None:
     except ArealRayError as error:
         _send(outgoing, {"error": str(error)})
         return
+    except (Exception, SystemExit) as error:  # the reward's own code
+        told = f"{type(error).__name__}: {error}"
+        _send(outgoing, {"error": f"reward.score: preparing {asked['score']} raised {told}"})
+        return
     if asked["memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (asked["memory_bytes"], asked["memory_bytes"]))
     is_async = inspect.iscoroutinefunction(reward)

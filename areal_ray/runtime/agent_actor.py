@@ -278,8 +278,12 @@ def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:
 def _summary(
     task_id: str, group_id: str, attempts: Sequence[_Attempt], usable: Sequence[Trajectory]
 ) -> GroupSummary:
-    failures = Counter(
-        (str(a.end.outcome), a.end.reason) for a in attempts if not a.end.outcome.is_scored
+    failures = (
+        Counter(  # of those without a turn too: a prompt that never fits is why none is there
+            (str(a.end.outcome), a.end.reason)
+            for a in attempts
+            if not a.end.outcome.is_scored or a.num_turns == 0
+        )
     )
     seconds: dict[str, float] = {}
     splits: Counter[str] = Counter()

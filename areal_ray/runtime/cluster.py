@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +59,14 @@ def address_of(cluster: ClusterConfig, scheduler: SchedulerConfig) -> str | None
 
 
 def connect(
-    cluster: ClusterConfig, scheduler: SchedulerConfig, deadlines: DeadlinesConfig
+    cluster: ClusterConfig,
+    scheduler: SchedulerConfig,
+    deadlines: DeadlinesConfig,
+    check: Callable[[], None] = lambda: None,
 ) -> Connection:
     """Join the cluster that the recipe or RAY_ADDRESS names, or start a Ray here.
+
+    `check` is called while it waits for nodes; what it raises ends the wait.
 
     Raises:
         PlacementError: no cluster there, another Ray version, or too few nodes in time.
@@ -70,7 +75,7 @@ def connect(
 
     check_ray_version(ray.__version__)
     if ray.is_initialized():
-        return Connection(tuple(_wait_for_nodes(cluster, deadlines)), False, False)
+        return Connection(tuple(_wait_for_nodes(cluster, deadlines, check)), False, False)
     address = address_of(cluster, scheduler)
     options: dict[str, Any] = {
         "log_to_driver": False,
@@ -89,7 +94,7 @@ def connect(
     start_or_join(address, options)
     _mute()
     try:
-        nodes = _wait_for_nodes(cluster, deadlines)
+        nodes = _wait_for_nodes(cluster, deadlines, check)
     except BaseException:
         ray.shutdown()
         raise
@@ -136,10 +141,10 @@ def _groups_of_their_own() -> Iterator[None]:
 
 
 def _leave_group() -> None:
+    # The command line blocks them for itself; a child (Ray, a data source's pool) is ended by them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     if getattr(_forking, "is_apart", False):
         os.setpgid(0, 0)
-        # The command line blocks them for itself; Ray is ended by SIGTERM.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
 os.register_at_fork(after_in_child=_leave_group)
@@ -209,9 +214,12 @@ def cluster_nodes() -> list[NodeSupply]:
     ]
 
 
-def _wait_for_nodes(cluster: ClusterConfig, deadlines: DeadlinesConfig) -> list[NodeSupply]:
+def _wait_for_nodes(
+    cluster: ClusterConfig, deadlines: DeadlinesConfig, check: Callable[[], None]
+) -> list[NodeSupply]:
     end = time.monotonic() + deadlines.nodes_s
     while True:
+        check()
         nodes = cluster_nodes()
         if len(nodes) >= cluster.n_nodes:
             return nodes

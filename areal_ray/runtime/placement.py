@@ -8,7 +8,7 @@ reserve waits for the placement groups; bounded by deadlines.placement_s.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -187,8 +187,20 @@ class Reservation:
         self._groups = {}
 
 
-def reserve(layout: Layout, nodes: Sequence[NodeSupply], *, deadline_s: float) -> Reservation:
+def reserve(
+    layout: Layout,
+    nodes: Sequence[NodeSupply],
+    *,
+    deadline_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> Reservation:
     """Hold the placement groups of a layout on the connected cluster.
+
+    Args:
+        layout: What to hold.
+        nodes: Of the cluster, for messages.
+        deadline_s: How long to wait for them.
+        check: Called while it waits; what it raises ends the wait.
 
     Raises:
         PlacementError: they were not there in time; says which, demand, supply, what is free.
@@ -207,6 +219,7 @@ def reserve(layout: Layout, nodes: Sequence[NodeSupply], *, deadline_s: float) -
     waiting = list(groups)
     try:
         while waiting:
+            check()
             waiting = [name for name in waiting if not groups[name].wait(timeout_seconds=0.2)]
             if waiting and time.monotonic() > end:
                 raise PlacementError(_late(layout, nodes, waiting, deadline_s))

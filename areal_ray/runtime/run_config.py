@@ -106,6 +106,8 @@ class DeadlinesConfig(Config):
     """For the nodes of the cluster to be there."""
     placement_s: float = Field(120.0, gt=0.0)
     """For the placement groups."""
+    model_s: float = Field(3600.0, gt=0.0)
+    """For another run that makes the same model."""
     start_s: float = Field(600.0, gt=0.0)
     """For an actor to load its engine."""
     groups_s: float = Field(1800.0, gt=0.0)

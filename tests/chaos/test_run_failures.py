@@ -1,17 +1,23 @@
 """Users' code, tasks and machines misbehave: what a run then does and says."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
 import ray
 
+from areal_ray.checkpoint import Checkpoints
 from areal_ray.errors import ArealRayError, TooManyFailures
 from areal_ray.telemetry.rows import read_rows
 from tests.support.whole_runs import (
+    PATIENCE_S,
     Runs,
     actor_of,
     assert_books_balance,
+    events_of,
+    pid_of,
     steps_of,
     until,
     until_step,
@@ -113,3 +119,32 @@ def test_a_run_at_its_last_step_does_not_wait_for_slow_rollouts(runs: Runs) -> N
     counts = assert_books_balance(handle.folder)
     assert counts["in_flight"] >= 10
     assert steps_of(handle.folder) == [1, 2]
+
+
+def test_a_stop_does_not_wait_for_a_rollout_that_hangs_in_a_publish(runs: Runs) -> None:
+    """Nor does the step get lost whose weights it never took."""
+    handle = runs.start("stop-in-publish", "steps=500")
+    until_step(handle, 2)
+    pid = pid_of("stop-in-publish", "rollout-0")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: is_publishing("stop-in-publish"), "a publish that does not end")
+        asked_s = time.monotonic()
+        handle.stop()
+        summary = handle.wait(PATIENCE_S)
+        assert time.monotonic() - asked_s < 60  # a publish has weights.timeout_s = 120
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert summary.outcome == "stopped"
+    assert "reached no rollout" in events_of(handle.folder)
+    assert steps_of(handle.folder)[-1] == summary.steps == summary.version
+    assert assert_books_balance(handle.folder)["trained"] == 4 * summary.steps
+    saved = Checkpoints(handle.folder / "checkpoints").latest().checkpoint
+    assert saved is not None
+    assert (saved.state["step"], saved.state["version"]) == (summary.steps, summary.steps)
+
+
+def is_publishing(run_name: str) -> bool:
+    """Whether the ParamSyncActor is at the same phase for a second."""
+    health = ray.get(actor_of(run_name, "param-sync").health.remote())
+    return " for " in health.doing and float(health.doing.split(" for ")[1].split()[0]) > 1.0

@@ -174,6 +174,9 @@ def test_an_episode_that_never_ends_is_timed_out_its_turn_aborted_and_its_slot_f
 def test_a_prompt_beyond_the_context_window_ends_truncated_without_a_sample(stage):
     summary, group = stage.run(stage.agent("two_turns"), ask("word " * 600), n=2)
     assert summary.outcomes == {Outcome.TRUNCATED: 2}
+    (failure,) = summary.failures  # what a run made of such tasks stops with
+    assert (failure.outcome, failure.count) == (Outcome.TRUNCATED, 2)
+    assert "tokens, context window" in failure.reason
     assert all(t.num_sampled_tokens == 0 for t in group.trajectories)
 
 

@@ -165,6 +165,8 @@ def test_a_reward_that_cannot_be_imported_is_one_clear_error():
 
     with pytest.raises(RecipeError, match="Did you mean 'length'"):
         asyncio.run(run("lenght"))
+    with pytest.raises(RecipeError, match="raised OSError: no weights here"):
+        asyncio.run(run("unprepared"))
     with pytest.raises(DeadlineExceeded, match=r"reward\.start_timeout_s"):
         asyncio.run(run("length", start_timeout_s=0.001))
 

@@ -60,3 +60,16 @@ async def async_as_said(task: Any, trajectory: Any) -> float:
 
 def always_raises(task: Any, trajectory: Any) -> float:
     raise ValueError("no verdict today")
+
+
+class _Unprepared:
+    """Its weights are not there."""
+
+    def prepare(self) -> None:
+        raise OSError("no weights here")
+
+    def __call__(self, task: Any, trajectory: Any) -> float:
+        return 1.0
+
+
+unprepared = _Unprepared()

@@ -129,3 +129,12 @@ def test_a_run_name_that_is_taken_is_refused_before_anything_starts(recipe, caps
     Path("runs/sums/metrics.jsonl").write_text("{}\n")
     assert run("train", recipe) == 2
     assert "holds another run" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_was_renamed_is_resumed_in_place(recipe, tmp_path, capsys):
+    moved = tmp_path / "moved/other"
+    held = RunFolder.claim(moved, RECIPE)  # so that the command tells which folder it wants
+    assert run("resume", str(moved)) == 2
+    held.release()
+    assert f"the run in {moved} is going on" in capsys.readouterr().err
+    assert not (tmp_path / "moved/sums").exists()

@@ -70,6 +70,20 @@ def test_a_reply_reads_like_openais_and_may_be_sent_back_as_it_is():
     assert line.num_sampled_tokens == 5
 
 
+class Odd(BaseException):
+    """Not an Exception."""
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit(3), GeneratorExit, Odd("x")])
+def test_whatever_an_agent_raises_ends_its_episode_and_not_the_actors_loop(raised):
+    async def agent(task: Task, client: ChatClient) -> None:
+        raise raised
+
+    end = World().run(agent)
+    assert end.outcome is Outcome.AGENT_ERROR
+    assert end.reason.startswith((raised if isinstance(raised, type) else type(raised)).__name__)
+
+
 def test_an_agents_own_reward_is_kept_and_none_leaves_it_to_the_reward_function():
     async def sure(task: Task, client: ChatClient) -> float:
         return 1

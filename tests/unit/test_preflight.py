@@ -8,6 +8,8 @@ import pytest
 from areal_ray.errors import RecipeError
 from areal_ray.preflight import check_files, preflight
 from areal_ray.recipe import Recipe, load_recipe
+from areal_ray.telemetry.summary import RunEnd, summarize, write_summary
+from areal_ray.telemetry.tally import RunTally
 
 CODE = """\
 from areal_ray.core.task import Task
@@ -25,7 +27,28 @@ def not_async(task, client):
 
 def score(task, trajectory):
     return 1.0
+
+def exits():
+    raise SystemExit(3)
+
+def raises():
+    rows = {}
+    return rows["colour"]
+
+async def awaited():
+    return []
+
+def endless():
+    while True:
+        yield from (Task(str(i), ({"role": "user", "content": "x"},)) for i in range(10**9))
+
+def odd(id="a", messages=({"role": "user", "content": "x"},)):
+    return [Task("first", ({"role": "user", "content": "x"},)), Task(id, messages)]
 """
+
+
+NO_TENSORS = len(b"{}").to_bytes(8, "little") + b"{}"
+"""A whole safetensors file without a tensor."""
 
 
 @pytest.fixture
@@ -36,8 +59,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "r.yaml").write_text(
         "kind: rl\nname: sums\nsteps: 1\nmodel: {path: model}\n"
         "tasks: {source: 'sums_code:train'}\nagent: {run: 'sums_code:solve'}\n"
@@ -99,12 +123,118 @@ def test_what_a_recipe_names_must_be_there(folder, override, told):
     assert told in problems[0]
 
 
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("exits", "tasks: raised SystemExit: 3 ("),
+        ("raises", "sums_code.py, line 22)"),
+        ("awaited", "gave a coroutine; must be tasks. Write an ordinary function"),
+        ("endless", "gave 1,000,000 tasks and goes on. Set tasks.limit"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_task_source_that_goes_wrong_is_one_line_that_says_where(folder, source, told):
+    (line,) = check_files(recipe_of(folder, f"tasks.source=sums_code:{source}"))
+    assert told in line
+
+
+def test_an_endless_source_is_taken_with_a_limit(folder):
+    assert check_files(recipe_of(folder, "tasks.source=sums_code:endless", "tasks.limit=3")) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"id": 1}, "row 1: id is 1; must be text"),
+        ({"id": ""}, "row 1: id is ''"),
+        ({"id": "a\nb"}, "row 1: id is 'a\\nb'"),
+        ({"messages": "hello"}, "row 1 ('a'): messages is a str"),
+        ({"messages": ["hello"]}, "row 1 ('a'): messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "row 1 ('a'): messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: is int"),
+        ({"messages": [{"role": "user", "content": [{"image_url": "x"}]}]}, "images"),
+        ({"messages": [{"role": "user", "content": "x\ud800"}]}, "surrogates not allowed"),
+    ],
+)
+def test_a_task_that_no_prompt_can_be_made_of_is_refused_with_its_row(folder, args, told):
+    made = Recipe.model_copy(recipe_of(folder))
+    tasks = made.tasks.model_copy(update={"source": "sums_code:odd", "args": args})
+    problems = check_files(made.model_copy(update={"tasks": tasks}))
+    assert len(problems) == 1, problems
+    assert told in problems[0]
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_half_a_checkpoint_is_named(folder, missing):
     (folder / "model" / missing).unlink()
     problems = check_files(recipe_of(folder))
     assert len(problems) == 1
     assert problems[0].startswith("model.path: ")
+
+
+def with_weights(model: Path, data_bytes: int) -> None:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}).encode()
+    text = len(header).to_bytes(8, "little") + header + bytes(data_bytes)
+    (model / "model.safetensors").write_bytes(text)
+
+
+def test_weights_that_were_cut_short_are_told_before_an_actor_reads_them(folder):
+    model = folder / "model"
+    with_weights(model, 8)
+    assert check_files(recipe_of(folder)) == []
+    with_weights(model, 7)
+    assert "bytes; must have" in check_files(recipe_of(folder))[0]
+    for rest in (b"", b"\x00" * 4, b"\xff" * 40, b"\x03" + bytes(7) + b"not json"):
+        (model / "model.safetensors").write_bytes(rest)
+        (line,) = check_files(recipe_of(folder))
+        assert "model.safetensors" in line
+
+
+def test_a_part_that_the_index_names_must_be_there(folder):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    (line,) = check_files(recipe_of(folder))
+    assert "lacks model-00002-of-00002.safetensors" in line
+
+
+def test_a_tokenizer_without_chat_template_and_a_broken_one_are_told(folder):
+    model = folder / "model"
+    for nothing in ("", "  \n"):
+        (model / "chat_template.jinja").write_text(nothing)
+        assert "has no chat template" in check_files(recipe_of(folder))[0]
+    (model / "chat_template.jinja").unlink()
+    assert "has no chat template" in check_files(recipe_of(folder))[0]
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert check_files(recipe_of(folder)) == []
+    (model / "tokenizer.json").write_text("{")
+    assert "tokenizer.json cannot be read" in check_files(recipe_of(folder))[0]
+
+
+def test_a_finished_run_is_not_resumed_without_more_steps(folder):
+    run = folder / "runs" / "sums"
+    write_summary(run, end_of(run, "stopped", 1))
+    preflight(recipe_of(folder), resume=True)  # its model is still to be written
+    write_summary(run, end_of(run, "finished", 1))
+    preflight(recipe_of(folder, "steps=2"), resume=True)
+    with pytest.raises(RecipeError, match=r"steps: is 1; .*sums is finished .* steps=11"):
+        preflight(recipe_of(folder), resume=True)
+
+
+def end_of(run: Path, outcome: str, steps: int):
+    run.mkdir(parents=True, exist_ok=True)
+    row = {"step": steps, "version": 1, "kind": "step"}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    end = RunEnd(
+        name="sums",
+        kind="rl",
+        outcome=outcome,
+        planned_steps=1,
+        version=1,
+        wall_s=1.0,
+        seed=0,
+        **RunTally().end_facts(),
+    )
+    return summarize(run, end)
 
 
 def test_a_folder_with_another_run_is_told_with_the_rest(folder):
@@ -151,7 +281,7 @@ def test_a_model_beside_the_policy_must_be_there_whole_and_of_the_same_vocabular
     lines = told("other")
     assert "holds no .safetensors file" in lines[0]
     assert "has a vocabulary of 299 tokens; must be 300" in lines[1]
-    (other / "model.safetensors").write_bytes(b"")
+    (other / "model.safetensors").write_bytes(NO_TENSORS)
     (other / "config.json").write_text(json.dumps({"vocab_size": 300}))
     assert told("other") == []  # no tokenizer is asked of it
     if name != "teacher":
@@ -174,7 +304,7 @@ def test_a_reward_model_is_looked_for_before_anything_starts(folder):
     (line,) = told("model")  # the policy's own start is none
     assert "so every score would be 0; must be a reward model" in line
     (folder / "model/model.safetensors").write_bytes(whole[:9])
-    assert "cannot be read" in told("./model")[0]
+    assert "cannot be read" in told("./model")[-1]
 
 
 TOKENS = {"a": 0, "b": 1, "</s>": 2}
@@ -203,7 +333,7 @@ def test_a_model_beside_the_policy_reads_its_token_ids_alike(folder, tokenizer, 
     (folder / "model/tokenizer.json").write_text(json.dumps({"model": {"vocab": TOKENS}}))
     other = folder / "other"
     other.mkdir()
-    (other / "model.safetensors").write_bytes(b"")
+    (other / "model.safetensors").write_bytes(NO_TENSORS)
     (other / "config.json").write_text(json.dumps({"vocab_size": size}))
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     told = check_files(recipe_of(folder, "objective.kind=opd", "teacher={path: other}"))

@@ -73,6 +73,8 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("admission.max_head_offpolicyness=-1", "admission.max_head_offpolicyness", ">= 0"),
         ("rollout.num_gpus=1", "cluster.n_gpus_per_node", "must hold 1 GPUs"),
         ("learner.engine.device=cuda", "learner.num_gpus", "above 0"),
+        ("rollout.engine.device=tpu", "rollout.engine.device", "cpu, cuda or cuda:N"),
+        ("rollout.sampling.stop_token_ids=[-1]", "rollout.sampling.stop_token_ids.0", ">= 0"),
         ("name=a/b", "name", "plain folder name"),
         ("steps=0", "steps", ">= 1"),
         ("tasks=null", "tasks", "kind: rl needs it"),

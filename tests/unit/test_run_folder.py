@@ -1,6 +1,7 @@
 """Whose folder it is."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -48,6 +49,15 @@ def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path):
     RunFolder.claim(tmp_path / "a", "kind: rl\n").release()
     RunFolder.claim(tmp_path / "a", "kind: sft\n").release()
     assert (tmp_path / "a" / "recipe.yaml").read_text() == "kind: sft\n"
+
+
+@pytest.mark.parametrize(("steps", "is_kept"), [(0, False), (1, True)])
+def test_of_runs_that_failed_only_one_that_took_a_step_holds_its_name(tmp_path, steps, is_kept):
+    RunFolder.claim(tmp_path / "a", "kind: rl\n").release()
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    (tmp_path / "a" / "checkpoints").mkdir()
+    (tmp_path / "a" / "summary.json").write_text(json.dumps({"outcome": "failed", "steps": steps}))
+    assert (conflict(tmp_path / "a") is not None) is is_kept
 
 
 def test_foreign_files_are_never_deleted(tmp_path):

@@ -175,3 +175,21 @@ def test_a_jsonl_file_without_rows_is_an_error(tmp_path, content):
 def test_a_missing_jsonl_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(DataError, match=r"gone\.jsonl"):
         read_jsonl(tmp_path / "gone.jsonl")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        ({"role": "system", "content": "x" * 50},),
+        ({"role": "user", "content": [{"type": "text", "text": "x" * 50}]},),
+    ],
+)
+def test_a_prompt_that_cannot_be_cut_is_told_by_row(messages):
+    config = TasksConfig(source="x:y", max_prompt_tokens=10, overlong="left")
+    with pytest.raises(DataError, match=r"tasks row 0 \('t'\): .* cannot be cut"):
+        fit_prompts([Task("t", messages)], config, lambda messages: 50)
+
+
+def test_a_task_that_the_source_no_longer_has_is_told_on_resuming():
+    with pytest.raises(DataError, match="resume: the checkpoint knows task 'gone'"):
+        TaskStream(tasks(3)).retry("gone", 0, 0)
