@@ -190,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if not options.quick:
         cases += [("demo", 2), ("64 MB", 2), ("270 MB", 1)]
     ray.init(
+        address="local",  # not whatever Ray happens to run on this machine
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,

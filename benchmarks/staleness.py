@@ -6,8 +6,9 @@ Whole runs of recipes/calculator/grpo.yaml by `launch`, from the same warm start
 max_head_offpolicyness 0, 2, 4 and 8 under PPO clip around the sampling policy, decoupled PPO, and
 decoupled PPO with IcePop's and KPop's masks, each with its documented settings. Rollouts run ahead
 as far as they may, so that most groups are near the bound. Held-out accuracy after the last step
-and its lowest value after the best one tell learning and collapse. Seeds are the outer loop: a
-table of fewer seeds than asked is complete for those. One seed misleads; claim what five show.
+and its largest fall below the best so far tell learning and collapse; the KL is the largest of a
+step between the sampling policy and the learner's. Seeds are the outer loop: a table of fewer
+seeds than asked is complete for those. One seed misleads; claim what five show.
 """
 
 import argparse
@@ -65,27 +66,37 @@ def _start(seed: int, bound: int, name: str, num_steps: int) -> Any:
 def _row(seed: int, bound: int, name: str, done: Any) -> dict[str, Any]:
     curve = [point.accuracy for point in done.summary.eval.curve]
     steps = [row for row in done.rows if row["kind"] == "step"]
-    best = max(range(len(curve)), key=curve.__getitem__)
     return {
         "seed": seed,
         "bound": bound,
         "objective": name,
         "before": done.summary.eval.before,
         "after": done.summary.eval.after,
-        "lowest_after_best": min(curve[best:]),
+        "fell_back": largest_fall(curve),
         "staleness": done.summary.staleness.mean,
         "max_staleness": done.summary.staleness.max,
         "rejected": statistics.fmean(row.get("learner/rejected_fraction") or 0.0 for row in steps),
         "clipped": statistics.fmean(row.get("learner/clipped_fraction") or 0.0 for row in steps),
+        "behaviour_kl": max(row.get("learner/behaviour_kl_nats") or 0.0 for row in steps),
         "reward_last": statistics.fmean(row["reward/mean"] for row in steps[-5:]),
         "curve": curve,
     }
 
 
+def largest_fall(curve: Sequence[float]) -> float:
+    """By how much a curve lies below its best value so far, at worst."""
+    best = fall = 0.0
+    for value in curve:
+        best = max(best, value)
+        fall = max(fall, best - value)
+    return fall
+
+
 def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
     """Median (lowest to highest) held-out accuracy after the last step; and what went with it."""
     columns = [("bound", 5), ("objective", 20), ("held-out after, median", 24), ("reward", 7)]
-    columns += [("fell back", 10), ("staleness", 10), ("clipped", 8), ("rejected", 9)]
+    columns += [("fell back (worst)", 18), ("staleness", 10), ("KL", 6), ("clipped", 8)]
+    columns += [("rejected", 9)]
     lines = []
     for bound in BOUNDS:
         for name in OBJECTIVES:
@@ -101,14 +112,15 @@ def _line(bound: int, name: str, some: Sequence[dict[str, Any]]) -> list[str]:
     def mean(key: str) -> float:
         return statistics.fmean(row[key] for row in some)
 
-    fell = max(max(row["curve"]) - row["lowest_after_best"] for row in some)
+    falls = [row["fell_back"] for row in some]
     return [
         str(bound),
         name,
         f"{statistics.median(after):.3f} ({min(after):.3f} to {max(after):.3f})",
         f"{mean('reward_last'):.3f}",
-        f"{fell:.3f}",
+        f"{statistics.median(falls):.3f} ({max(falls):.3f})",
         f"{mean('staleness'):.2f}",
+        f"{mean('behaviour_kl'):.2f}",
         f"{mean('clipped'):.1%}",
         f"{mean('rejected'):.2%}",
     ]
