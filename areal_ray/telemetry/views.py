@@ -43,7 +43,8 @@ class StepView:
 
     def line(self, total_steps: int = 0) -> str:
         """One plain line."""
-        of = f"/{total_steps}" if total_steps else ""
+        # A phase of supervised training may be prolonged beyond what was planned.
+        of = f"/{max(total_steps, self.step)}" if total_steps else ""
         parts = [f"step {self.step:>{len(of) - 1 if of else 1}}{of}"]
         if self.reward is not None or self.skipped:  # supervised steps publish no version
             parts.append(f"v{self.version}")

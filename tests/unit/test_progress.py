@@ -90,6 +90,10 @@ def test_a_skipped_step_says_so_and_shows_no_reward_of_another():
     assert "reward" not in line
 
 
+def test_no_step_is_beyond_the_last_one():
+    assert step(190).line(180).startswith("step 190/190 ")
+
+
 def test_no_bound_is_said_in_words():
     assert "staleness 0.8 of unlimited" in step(1, staleness_bound=None).line()
 
