@@ -18,7 +18,7 @@ from areal_ray.errors import DeadlineExceeded
 from areal_ray.recipe import Recipe
 from areal_ray.runtime.agent_actor import AgentActor
 from areal_ray.runtime.cluster import Connection
-from areal_ray.runtime.fleet import Fleet, call, spawn
+from areal_ray.runtime.fleet import Fleet, call, spawn, unheard
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.placement import (
@@ -199,7 +199,7 @@ class ActorGraph:
         }
         if learners is not None:
             waits["learner"] = self._introduce(learners)
-        tasks = {name: asyncio.ensure_future(wait) for name, wait in waits.items()}
+        tasks = {name: unheard(wait) for name, wait in waits.items()}
         limit_s = self.recipe.deadlines.start_s
         done, late = await asyncio.wait(
             tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION

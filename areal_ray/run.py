@@ -19,6 +19,7 @@ from areal_ray.engines.sft import SftPhase
 from areal_ray.errors import DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.runtime.evaluation import EvaluationService
+from areal_ray.runtime.fleet import unheard
 from areal_ray.runtime.param_sync_actor import PublishReport
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.runtime.saving import CheckpointService
@@ -76,11 +77,12 @@ class LearnerRun:
         self, work: Awaitable[T], deadline: float | None = None, *, grace_s: float = 0.0
     ) -> T | None:
         """Await `work`; None at `deadline` (monotonic clock), or `grace_s` after stop was asked."""
-        task = asyncio.ensure_future(work)
+        task = unheard(work)
         stop = asyncio.ensure_future(self.stopping.wait())
         left_s = None if deadline is None else deadline - time.monotonic()
         try:
-            await asyncio.wait({task, stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, stop}
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if stop.done() and grace_s:
                 await asyncio.wait({task}, timeout=grace_s)
             return task.result() if task.done() else None

@@ -318,8 +318,7 @@ class Session:
             name=recipe.run_name,
             kind=recipe.kind,
             outcome=outcome,
-            # A phase of supervised training may be prolonged until it has reached what it must.
-            planned_steps=max(state.steps, state.step) if state else recipe.steps,
+            planned_steps=max(state.steps, state.step) if state else recipe.steps,  # or prolonged
             version=state.version if state else begin.version,
             wall_s=round(time.monotonic() - self._began, 3),
             seed=recipe.seed,

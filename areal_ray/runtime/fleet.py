@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -19,6 +19,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_ray.errors import ActorLost, ArealRayError, EngineError
+
+T = TypeVar("T")
 
 _PROBE_S = 0.5
 
@@ -75,6 +77,16 @@ def reach(actor: ActorHandle | str) -> ActorHandle:
     in the object store, and a restart would fail once it lets go of them.
     """
     return ray.get_actor(actor) if isinstance(actor, str) else actor
+
+
+def unheard(work: Awaitable[T]) -> "asyncio.Future[T]":
+    """Start work that nobody may be left to hear the failure of, as when the run ends meanwhile.
+
+    Otherwise asyncio would print a traceback for each call to an actor that was ended first.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 async def call(name: str, result: Awaitable[Any]) -> Any:
@@ -138,7 +150,7 @@ class Fleet:
         self.role = role
         self.handles = dict(handles)
         self._calls = dict.fromkeys(self.handles, 0)
-        self._returns: dict[str, asyncio.Task[None]] = {}
+        self._returns: dict[str, asyncio.Future[None]] = {}
         self._methods: dict[tuple[str, str, int], Any] = {}
 
     def names(self) -> list[str]:
@@ -160,7 +172,7 @@ class Fleet:
     def _miss(self, member: str) -> None:
         """A member was lost: send it nothing until it answers again."""
         if member not in self._returns:
-            self._returns[member] = asyncio.ensure_future(self._await_return(member))
+            self._returns[member] = unheard(self._await_return(member))
 
     async def _await_return(self, member: str) -> None:
         while True:

@@ -20,7 +20,7 @@ from areal_ray.engines.preference import PairEvaluation
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation
 from areal_ray.errors import ActorLost
-from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.fleet import Fleet, call, unheard
 from areal_ray.runtime.membership import NoReplicaLeft
 from areal_ray.runtime.param_sync_actor import Committed, PublishReport
 
@@ -160,7 +160,7 @@ class RewardService:
         batch = self._open
         if batch is None:
             batch = self._open = _Batch()
-            batch.call = asyncio.ensure_future(self._send_soon(batch))
+            batch.call = unheard(self._send_soon(batch))
         place = batch.add(lease, payload)
         if len(batch.leases) == _MOST_GROUPS:
             self._open = None
@@ -255,7 +255,7 @@ async def _all_or_first_error(calls: Sequence[Any]) -> list[Any]:
 
     Without it the others would sit in a collective until its time-out, hiding the cause.
     """
-    tasks = [asyncio.ensure_future(one) for one in calls]
+    tasks = [unheard(one) for one in calls]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
