@@ -3,6 +3,7 @@
 The rules, in order: text after the last finished thought and the last `###Response`; there, of the
 last `\\boxed{}` and the last `####`, the one further down; else the last formula between dollars on
 the last line; else the last number. A thought or a box that was never closed has no answer in it.
+A number's unit, or the name of what is counted, is left aside; 1 1/2 is one and a half.
 """
 
 import re
@@ -10,12 +11,24 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
+_WRAPPED = re.compile(r"\\f?boxed\s*\{(.*)\}|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _MARKER = re.compile(r"####[ \t]*([^\n]*)")
-_FORMULA = re.compile(r"\$([^$\n]+)\$|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w])")
-_THOUSANDS = re.compile(r"^[+-]?\d{1,3}(,\d{3})+(\.\d+)?$")
+# A dollar before a digit opens a price: "$5 and $6" holds no formula.
+_FORMULA = re.compile(r"\$([^$\n]+)\$(?!\d)|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?:/\d+)?(?![\w])")
+_THOUSANDS = re.compile(r"^[+-]?\d{1,3}(?:(,\d{3})+|( \d{3})+)(\.\d+)?$")
 _PLAIN = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$")
 _FRACTION = re.compile(r"^([+-]?)\\frac\{([+-]?[\d.,]+)\}\{([+-]?[\d.,]+)\}$")
+_MIXED = re.compile(r"^([+-]?)(\d+) ?(?:\\frac\{(\d+)\}\{(\d+)\}|(?<= )(\d+)/(\d+))$")
+_WORDS = re.compile(r"^(.*\d)\s*((?:\s[A-Za-z]{2,})+)$")
+_COUNTING = re.compile(
+    r"\b(and|or|to|of|over|times|plus|minus|mod|pi|sqrt|root|sin|cos|tan|log|ln|exp|inf|infinity"
+    r"|half)\b",
+    re.IGNORECASE,
+)
+"""Words after a number that change what it is worth; others name what is counted."""
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(rf"^(.*\d)\s*\b({'|'.join(_SCALES)})\b(.*)$", re.IGNORECASE)
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*(?:percent|per cent|pct)\.?)\s*$", re.IGNORECASE)
 
@@ -75,7 +88,9 @@ def _flexible(text: str) -> str:
 
 def last_number_in(text: str) -> str:
     """The last number of a text as written; empty if there is none."""
-    found = _NUMBER.findall(text.replace("{,}", ",").replace("\\,", ","))
+    for old, new in (("{,}", ","), ("\\,", ","), ("\u2212", "-"), ("-\\$", "-"), ("-$", "-")):
+        text = text.replace(old, new)
+    found = _NUMBER.findall(text)
     return found[-1].rstrip(",") if found else ""
 
 
@@ -89,11 +104,11 @@ def normalised(answer: str) -> str:
     for old, new in (
         *(("\\$", ""), ("$", ""), ("\\!", ""), ("{,}", ","), ("\\dfrac", "\\frac")),
         *(("\\tfrac", "\\frac"), ("\\left", ""), ("\\right", ""), ("\u2212", "-")),
-        *(("\\ ", " "), ("~", " ")),
+        *(("\\ ", " "), ("~", " "), ("\\varnothing", "\\emptyset")),
     ):
         text = text.replace(old, new)
-    while (box := re.fullmatch(r"\\f?boxed\s*\{(.*)\}", text, re.DOTALL)) is not None:
-        text = box[1].strip()
+    while (box := _WRAPPED.fullmatch(text)) is not None:
+        text = next(inside for inside in box.groups() if inside is not None).strip()
     text = re.sub(r"(?<=\d)(?:\\,|\\;|\\:)(?=\d{3})", "", text)
     text = re.sub(r"(?<=\d)(?:\\,|\\;|\s)(?=\\?(?:text|mathrm)?)", " ", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
@@ -114,22 +129,42 @@ def number(answer: str) -> Number | None:
     is_percent = bool(_PERCENT.search(bare))
     value = _value(_PERCENT.sub("", bare).strip() if is_percent else bare)
     if value is None:
-        value = _value(_UNIT.sub("", text).strip())  # 12 \text{ apples}
+        value = _counted(text, bare)
     return None if value is None else Number(value, is_percent)
 
 
+def _counted(text: str, bare: str) -> Fraction | None:
+    """The number before a unit or the name of what is counted: 12 \\text{ m}, 3 million apples."""
+    scaled = _SCALED.match(bare)
+    if scaled is not None:
+        small = number(scaled[1] + scaled[3])
+        return None if small is None else small.value * 10 ** _SCALES[scaled[2].lower()]
+    if not _COUNTING.search(bare):
+        value = _value(_UNIT.sub("", text).strip())
+        words = _WORDS.match(bare)
+        return _value(words[1]) if value is None and words is not None else value
+    return None
+
+
 def _value(text: str) -> Fraction | None:
-    text = text.replace(" ", "")
+    # Spaces between digits mean something: 1 1/2 is not 11/2, nor 4 2 a 42.
+    text = re.sub(r"(?<!\d) +| +(?![\d\\])", "", text.strip())
     if _THOUSANDS.match(text):
-        text = text.replace(",", "")
+        text = re.sub("[, ]", "", text)
+    mixed = _MIXED.match(text)
+    if mixed:
+        sign, *parts = mixed.groups()
+        whole, top, bottom = (int(part) for part in parts if part is not None)
+        value = whole + Fraction(top, bottom) if bottom else None
+        return None if value is None else (-value if sign == "-" else value)
     if _PLAIN.match(text):
         return Fraction(text)
     found = _FRACTION.match(text)
     sign, above, below = found.groups() if found else ("", *_slashed(text))
-    top, bottom = (_value(part) if part else None for part in (above, below))
-    if top is None or bottom is None or bottom == 0:
+    over, under = (_value(part) if part else None for part in (above, below))
+    if over is None or under is None or under == 0:
         return None
-    return -top / bottom if sign == "-" else top / bottom
+    return -over / under if sign == "-" else over / under
 
 
 def _slashed(text: str) -> tuple[str, str]:

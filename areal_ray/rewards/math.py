@@ -11,16 +11,19 @@ without the sign, and its value as a fraction (36\\%, 36 and 0.36); decimals are
 
 import functools
 import logging
+import math
 import re
 from fractions import Fraction
 from typing import Any
 
+from areal_ray.core.numeric import as_number
 from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Trajectory
 from areal_ray.errors import DataError, RecipeError
 from areal_ray.rewards.extraction import Number, extract, last_number_in, normalised, number
 
 _RATIO = re.compile(r"^(\d+)\s*:\s*(\d+)$")
+_IN_BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
 _ZERO_BELOW = re.compile(r"\\frac\{[^{}]*\}\{0+\}|/\s*0+(?![\d.])")
 _CLOSE = 1e-6
 
@@ -65,10 +68,13 @@ def gold_text(task: Task) -> str:
     answer = task.answer
     if isinstance(answer, str) and answer.strip():
         return answer
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        return repr(answer)
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    value = None if isinstance(answer, bool) else as_number(answer)
+    if value is not None and math.isfinite(value):
+        return repr(value)
     raise DataError(
-        f"task '{task.id}': answer is {answer!r}; must be text or a number to compare with"
+        f"task '{task.id}': answer is {answer!r}; must be text or a finite number to compare with"
     )
 
 
@@ -81,6 +87,8 @@ def equal(gold: str, answer: str, tolerance: float = 0.0) -> bool:
     one, other = number(ours), number(theirs)
     if one is not None and other is not None:
         return _numbers_equal(one, other, tolerance)
+    if all(_IN_BASE.match(text) for text in (ours, theirs)):
+        return _in_base(ours) == _in_base(theirs)
     if any(_RATIO.match(text) for text in (ours, theirs)):
         return _ratios_equal(ours, theirs)
     if any(_ZERO_BELOW.search(text) for text in (ours, theirs)):
@@ -98,6 +106,15 @@ def _numbers_equal(gold: Number, said: Number, tolerance: float) -> bool:
         accepted.add(gold.value * 100)
     allowed = Fraction(tolerance)
     return any(abs(said.value - value) <= allowed * abs(value) for value in accepted)
+
+
+def _in_base(text: str) -> int | str:
+    """The value of digits with the base below them, as 101_2; the text where there is none."""
+    digits, base = text.replace("{", "").replace("}", "").split("_")
+    try:
+        return int(digits, int(base))
+    except ValueError:
+        return text
 
 
 def _ratios_equal(gold: str, said: str) -> bool:
@@ -119,9 +136,9 @@ def _choice(text: str) -> str:
 
 
 def _flat(text: str) -> str:
-    """For comparing as text: macros for words taken off, no spaces."""
+    """For comparing as text: macros for words taken off, no spaces but between digits."""
     unwrapped = re.sub(r"\\(?:text|textbf|mathrm|mbox|mathbf)\s*\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"\s+", "", unwrapped)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", unwrapped)
 
 
 def _verified(gold: str, said: str) -> bool:

@@ -1,11 +1,17 @@
 """Verdicts on mathematical answers: what a user expects, not what a library says."""
 
+import math
+import sys
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
 from areal_ray.core.task import Task
 from areal_ray.errors import DataError
 from areal_ray.rewards.extraction import extract
-from areal_ray.rewards.math import last_number, score
+from areal_ray.rewards.math import _math_verify, last_number, score
+from recipes.gsm8k.reward import right_or_close_to_form
 from tests.support.replies import replied
 
 RIGHT, WRONG = 1.0, 0.0
@@ -122,7 +128,9 @@ def test_a_box_cut_by_the_length_limit_is_flagged_and_the_reply_is_not_its_answe
     assert told == {"reward": 0.0, "answer": "", "is_cut": True}
 
 
-@pytest.mark.parametrize("gold", [None, "", "  ", [1], True])
+@pytest.mark.parametrize(
+    "gold", [None, "", "  ", [1], True, math.nan, math.inf, np.float32("nan"), {"a": 1}]
+)
 def test_a_row_without_usable_gold_is_a_data_error_that_names_it(gold):
     with pytest.raises(DataError, match="row-7"):
         score(Task("row-7", (), gold), replied(r"\boxed{1}"))
@@ -154,6 +162,63 @@ def test_the_last_number_of_a_reply_decides_an_arithmetic_task(reply, expected):
 def test_a_gold_that_is_no_number_is_a_data_error_for_last_number():
     with pytest.raises(DataError, match="'t'"):
         last_number(Task("t", (), "x+1"), replied("3"))
+
+
+NAMED = {"score": score, "last_number": last_number, "gsm8k": right_or_close_to_form}
+
+
+@pytest.mark.parametrize("reward", NAMED)
+@pytest.mark.parametrize(
+    ("gold", "reply", "expected"),
+    [
+        ("5", r"Answer: \boxed{5}", RIGHT),
+        ("5", "Answer: 5", RIGHT),
+        ("5", r"Answer: \boxed{6}", WRONG),
+        ("-7", r"\boxed{-7}", RIGHT),
+        ("7", r"\boxed{-7}", WRONG),
+        ("12400", r"\boxed{12,400}", RIGHT),
+        ("400", r"\boxed{12,400}", WRONG),
+        (5, r"so \boxed{5}", RIGHT),
+    ],
+)
+def test_every_named_reward_reads_an_answer_alike(reward, gold, reply, expected):
+    told = NAMED[reward](Task("t", (), gold), replied(reply))
+    told = told.get("correct", told["reward"]) if isinstance(told, dict) else told
+    assert told == expected
+
+
+PLAIN = [case for case in MATH if case[0] in (r"36\%", "36", "19", "1000000", "1.2345679", 7, 0.5)]
+
+
+def test_plain_numbers_and_percentages_need_no_library_and_so_none_changes_their_verdict(
+    monkeypatch,
+):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    _math_verify.cache_clear()
+    try:
+        assert len(PLAIN) > 12
+        for gold, reply, expected in [*PLAIN, *GSM8K]:
+            if reply != r"\boxed{10^6}":
+                assert verdict(gold, reply) == expected, (gold, reply)
+    finally:
+        _math_verify.cache_clear()
+
+
+def test_no_verdict_leaves_a_trace_or_a_warning(caplog, recwarn):
+    pytest.importorskip("math_verify")
+    for gold, reply, _ in MATH:
+        verdict(gold, reply)
+    assert [r.getMessage() for r in caplog.records] == []
+    assert [str(w.message) for w in recwarn if "areal_ray" in w.filename] == []
+
+
+@pytest.mark.parametrize(
+    "gold", [7, 7.0, np.int64(7), np.float32(7), np.float64(7), "7", "7.0", Fraction(7)]
+)
+def test_a_gold_number_of_any_type_is_that_number(gold):
+    assert verdict(gold, r"\boxed{7}") == RIGHT
+    assert verdict(gold, r"\boxed{8}") == WRONG
+    assert last_number(Task("t", (), gold), replied("so 7")) == RIGHT
 
 
 def test_of_a_box_and_a_marker_the_later_one_is_the_answer():
