@@ -25,8 +25,8 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:  # broken JSON, or not UTF-8
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:  # broken JSON, or not UTF-8, or endless
             raise DataError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: is a {type(row).__name__}; must be a JSON object")

@@ -14,6 +14,7 @@ from areal_ray.core.turn import Reply, ToolCall
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
+_READ = {"role", "content", "tool_calls", "tool_call_id", "name"}
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -40,6 +41,22 @@ def canonical(message: Any, index: int = 0) -> dict[str, Any]:
     for name in ("tool_call_id", "name"):
         if fields.get(name):
             plain[name] = fields[name]
+    return plain
+
+
+def conversation(messages: Any) -> list[dict[str, Any]]:
+    """A given conversation as `canonical` messages; what else its messages hold is kept.
+
+    Raises:
+        ValueError: It is no list, or a message of it cannot be read.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError(f"is a {type(messages).__name__}; must be a list of messages")
+    plain = []
+    for index, message in enumerate(messages):
+        fields = message if isinstance(message, Mapping) else {}
+        more = {name: value for name, value in fields.items() if name not in _READ}
+        plain.append({**more, **canonical(message, index)})
     return plain
 
 
@@ -83,7 +100,7 @@ def read_reply(text: str, turn_id: int, *, has_tools: bool) -> Reply:
     def take(found: re.Match[str]) -> str:
         try:
             call = json.loads(found[1])
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, or nested as no caller nests
             return found[0]
         arguments = call.get("arguments", {})
         if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
@@ -131,7 +148,7 @@ def _call(call: Any, index: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"messages[{index}].tool_calls: arguments of {function.get('name')!r} are not "
                 f"JSON: {error}"

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.errors import DataError
+from areal_ray.gateway.messages import conversation
 
 _KEPT_TEXTS = 512
 _KEPT_CHARACTERS = 8192
@@ -21,6 +22,8 @@ _KEPT_TOKENS = 64
 """Siblings see and say the same short texts; longer ones are not kept."""
 _LARGEST_WINDOW_TOKENS = 8192
 _PROBE = "Q0Q"
+_KEYED = {"role", "content", "name", "tool_call_id"}
+"""What of a message a kept rendering is found by."""
 
 
 class JsonMapping(dict[str, Any]):
@@ -150,8 +153,8 @@ class ChatTemplate:
         return self.encode(self.render(messages, tools))
 
     def count_prompt_tokens(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Length of `prompt_ids`."""
-        return len(self.prompt_ids(messages))
+        """Length of `prompt_ids`, the messages as a task source gives them."""
+        return len(self.prompt_ids(conversation(messages)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -214,11 +217,11 @@ def _known_context_tokens(folder: str) -> int:
 
 
 def _short_key(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> Any:
-    """What a rendering depends on, if that is little text without tool calls; else None."""
+    """What a rendering depends on, if that is little text and nothing else; else None."""
     told: list[Any] = [add_generation_prompt]
     length = 0
     for message in messages:
-        if "tool_calls" in message:
+        if not message.keys() <= _KEYED:
             return None
         length += len(message["content"])
         told += (message["role"], message["content"])

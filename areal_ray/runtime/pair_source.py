@@ -9,9 +9,10 @@ import numpy as np
 from areal_ray.engines.preference import PreferenceConfig, PreferencePair
 from areal_ray.engines.sft import SftExample
 from areal_ray.errors import DataError
+from areal_ray.gateway.messages import conversation as read_conversation
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.runtime.row_source import RowSource
-from areal_ray.runtime.sft_source import Conversation, said_ids
+from areal_ray.runtime.sft_source import Conversation, naming, said_ids
 
 _PARTS = 3
 _log = logging.getLogger(__name__)
@@ -102,11 +103,14 @@ def tokenize_answer(
     """Token ids up to the end of the answer, which alone is marked.
 
     Raises:
-        DataError: The chat template changes the prompt when an answer follows.
+        DataError: A message cannot be read, or the chat template refuses the prompt or changes it
+            when an answer follows.
     """
-    asked = template.render(list(prompt), add_generation_prompt=True)
-    said = [*prompt, {"role": "assistant", "content": answer}]
-    text = template.render(said, add_generation_prompt=False)
+    said = {"role": "assistant", "content": answer}
+    with naming(where):
+        messages = read_conversation(prompt)
+        asked = template.render(messages, add_generation_prompt=True)
+        text = template.render([*messages, said], add_generation_prompt=False)
     if not text.startswith(asked):
         raise DataError(
             f"{where}: the chat template does not extend its own prompt by the answer, so its "

@@ -1,13 +1,15 @@
 """SftSource: the tokenized conversations of each phase, and which of them a step takes."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from areal_ray.engines.sft import SftConfig, SftExample
 from areal_ray.errors import DataError
+from areal_ray.gateway.messages import conversation as read_conversation
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.runtime.row_source import RowSource
 
@@ -57,17 +59,23 @@ def tokenize(template: ChatTemplate, conversation: Conversation, where: str) -> 
     """Token ids of a conversation; what the assistant says, its end included, is to be learned.
 
     Raises:
-        DataError: No assistant turn, or the template does not extend its own prefix: then no mask
-            would be true to what the model sees when it samples.
+        DataError: No assistant turn, a message that cannot be read or that the template refuses, or
+            the template does not extend its own prefix: then no mask would be true to what the
+            model sees when it samples.
     """
+    with naming(where):
+        return _tokenize(template, read_conversation(conversation), where)
+
+
+def _tokenize(template: ChatTemplate, messages: list[dict[str, Any]], where: str) -> SftExample:
     ids: list[int] = []
     mask: list[bool] = []
     text = ""
-    for turn, message in enumerate(conversation):
+    for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = template.render(list(conversation[:turn]), add_generation_prompt=True)
-        said = template.render(list(conversation[: turn + 1]), add_generation_prompt=False)
+        prompt = template.render(messages[:turn], add_generation_prompt=True)
+        said = template.render(messages[: turn + 1], add_generation_prompt=False)
         if not prompt.startswith(text) or not said.startswith(prompt):
             raise DataError(
                 f"{where}: the chat template rewrites earlier turns at message {turn}, so its "
@@ -81,6 +89,15 @@ def tokenize(template: ChatTemplate, conversation: Conversation, where: str) -> 
     if not any(mask):
         raise DataError(f"{where}: has no assistant message; there is nothing to learn from it")
     return SftExample(np.array(ids, np.int32), np.array(mask, bool))
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Turns what is wrong with a conversation into a DataError that names its row."""
+    try:
+        yield
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def said_ids(template: ChatTemplate, text: str) -> tuple[list[int], list[int]]:

@@ -112,6 +112,33 @@ def test_an_end_of_turn_that_was_not_sampled_is_written_but_not_trained():
     assert line.loss_mask.sum() == np.count_nonzero(line.behaviour_logprobs)
 
 
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_a_turn_without_its_end_sampled_trains_its_samples_alone_whatever_ended_it(reason):
+    recorder = Recorder(template(TPL_A.replace("[/]\n", EOS + "\n")))
+    history = [user("hi")]
+    history += [say(recorder, history, "yo", stop_reason=reason), user("bye")]
+    say(recorder, history, "ok", stop_reason=reason)
+    (line,) = finish(recorder)
+    assert text_of(recorder, line.token_ids[line.loss_mask]) == "yook"
+    assert (
+        np.flatnonzero(line.behaviour_logprobs).tolist() == np.flatnonzero(line.loss_mask).tolist()
+    )
+
+
+def test_padding_with_the_end_of_turn_itself_is_dropped_too():
+    tokenizer = letter_tokenizer()
+    tokenizer.pad_token = EOS
+    recorder = Recorder(ChatTemplate(tokenizer, TPL_A.replace("[/]\n", EOS + "\n")))
+    history = [user("hi")]
+    history += [say(recorder, history, f"yo{EOS}{EOS}{EOS}"), user("bye")]
+    say(recorder, history, f"ok{EOS}{EOS}")
+    (line,) = finish(recorder)
+    assert text_of(recorder, line.token_ids) == (
+        f"[user]hi{EOS}\n[assistant]yo{EOS}\n[user]bye{EOS}\n[assistant]ok{EOS}"
+    )
+    assert line.loss_mask.sum() == np.count_nonzero(line.behaviour_logprobs) == 6
+
+
 def test_padding_after_the_end_of_a_turn_is_dropped_and_the_end_kept_once():
     source = TPL_A.replace("[/]\n", EOS + "\n")
     recorder = Recorder(template(source))
@@ -121,6 +148,38 @@ def test_padding_after_the_end_of_a_turn_is_dropped_and_the_end_kept_once():
     (line,) = finish(recorder)
     assert PAD not in text_of(recorder, line.token_ids)
     assert text_of(recorder, line.token_ids[line.loss_mask]) == f"yo{EOS}ok{EOS}"
+
+
+def test_results_of_two_tool_calls_follow_the_sampled_calls_in_order_without_loss():
+    source = (
+        TPL_J.replace("<c ", '<tool_call>{"name": "')
+        .replace("{{ c.function.name }} ", '{{ c.function.name }}", "arguments": ')
+        .replace("}}>{% endfor %}", "}}}</tool_call>{% endfor %}")
+    )
+    recorder = Recorder(template(source))
+    both = "".join(
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {n}}}}}</tool_call>' for n in (1, 2)
+    )
+    turn = recorder.open_turn([user("2+3?")], TOOLS)
+    reply = recorder.close_turn(turn, ScriptedTurn(recorder._template.encode(both)))
+    calls = [
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+        for c in reply.tool_calls
+    ]
+    history = [
+        user("2+3?"),
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": calls[0]["id"], "content": "A1"},
+        {"role": "tool", "tool_call_id": calls[1]["id"], "content": "B2"},
+    ]
+    turn = recorder.open_turn(history, TOOLS)
+    recorder.close_turn(turn, ScriptedTurn(recorder._template.encode("5")))
+    (line,) = finish(recorder)
+    assert text_of(recorder, line.token_ids) == (
+        f"[user]2+3?[/]\n[assistant]{both}[/]\n[tool]A1[/]\n[tool]B2[/]\n[assistant]5"
+    )
+    assert text_of(recorder, line.token_ids[line.loss_mask]) == f"{both}5"
+    assert not recorder.splits
 
 
 def test_several_tool_results_in_a_row_are_all_kept_in_order_without_loss():
@@ -271,13 +330,41 @@ def test_a_tool_call_is_read_from_the_text_and_its_sampled_ids_are_spliced_when_
     assert not recorder.splits
 
 
-def test_malformed_tool_calls_stay_text():
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "{bad}",
+        '{"name": 3}',
+        '{"name":"add","arguments":{"a":1}} }',
+        '{"name":"add","arguments":{"a":1}} {"name":"add","arguments":{"a":2}}',
+        '{"name":"add","arguments":[1]}',
+        '{"name":"add","arguments":"1"}',
+        '{"arguments":{"a":1}}',
+        '{"name":"add","arguments":{"a":1}',
+        '{"name":"add","arguments":' + '{"a":' * 10**5 + "1" + "}" * 10**5 + "}",
+        "{}",
+        "",
+    ],
+)
+def test_malformed_tool_calls_stay_text_with_every_id(inside):
     recorder = Recorder(template())
-    for text in ("<tool_call>{bad}</tool_call>", '<tool_call>{"name": 3}</tool_call>'):
-        turn = recorder.open_turn([user("q")], TOOLS)
-        reply = recorder.close_turn(turn, ScriptedTurn(recorder._template.encode(text)))
-        assert reply.text == text
-        assert not reply.tool_calls
+    text = f"so: <tool_call>{inside}</tool_call>"
+    ids = recorder._template.encode(text)
+    turn = recorder.open_turn([user("q")], TOOLS)
+    reply = recorder.close_turn(turn, ScriptedTurn(ids))
+    assert reply.text == text
+    assert not reply.tool_calls
+    (line,) = finish(recorder)
+    assert line.token_ids[line.loss_mask].tolist() == ids
+
+
+def test_a_good_tool_call_beside_a_malformed_one_is_read_and_the_other_stays_text():
+    recorder = Recorder(template())
+    text = f"<tool_call>{{bad}}</tool_call>{CALL}"
+    turn = recorder.open_turn([user("q")], TOOLS)
+    reply = recorder.close_turn(turn, ScriptedTurn(recorder._template.encode(text)))
+    assert [call.name for call in reply.tool_calls] == ["add"]
+    assert reply.text == "<tool_call>{bad}</tool_call>"
 
 
 def test_nothing_sampled_gives_the_prompt_without_loss():

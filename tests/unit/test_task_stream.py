@@ -157,6 +157,22 @@ def test_jsonl_is_split_at_line_feeds_alone(tmp_path):
     assert [row["t"] for row in read_jsonl(path)] == [first, second]
 
 
+def test_a_byte_order_mark_and_every_escape_are_read(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"t": "a\\u2028b\\n"}\r\n \r\n{"t": "\xc3\xa9"}')
+    assert [row["t"] for row in read_jsonl(path)] == ["a\u2028b\n", "\u00e9"]
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe{\x00}\x00", b"[1]", b"3", b'{"t": ' + b"[" * 10**5, b"{'t': 1}"]
+)
+def test_a_line_that_is_no_json_object_is_named_with_its_file(tmp_path, line):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"t": 1}\n\n' + line)
+    with pytest.raises(DataError, match=r"x\.jsonl:3: "):
+        read_jsonl(path)
+
+
 def test_a_broken_jsonl_line_is_named_with_its_file(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"t": 1}\n{"t": \n')

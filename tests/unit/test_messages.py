@@ -1,0 +1,119 @@
+"""Messages in one form, however a client or a data set spells them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_ray.gateway.messages import canonical, conversation, message_key
+from areal_ray.gateway.template import ChatTemplate
+from tests.support.templates import TPL_A, TPL_E, letter_tokenizer
+
+
+def call(arguments: Any, **fields: Any) -> dict[str, Any]:
+    return {"id": "1", "function": {"name": "add", "arguments": arguments}, **fields}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, ""),
+        ([], ""),
+        ("", ""),
+        ("x", "x"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        (["a", {"text": "b"}], "ab"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
+def test_content_is_text_and_nothing_is_never_the_word_none(role, content, text):
+    assert canonical({"role": role, "content": content}) == {"role": role, "content": text}
+    template = ChatTemplate(letter_tokenizer(), TPL_A)
+    shown = template.render(conversation([{"role": role, "content": content}]))
+    assert shown == f"[{role}]{text}[/]\n[assistant]"
+
+
+def test_content_may_be_left_out_beside_tool_calls():
+    message = {"role": "assistant", "tool_calls": [call('{"a": 2}')]}
+    template = ChatTemplate(letter_tokenizer(), TPL_E)
+    assert template.render(conversation([message])) == "[assistant]<c add a=2>[/]\n[assistant]"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [3, {"text": "x"}, [{"type": "image_url", "image_url": "x"}], [None], [{"text": None}], b"x"],
+)
+def test_content_that_is_no_text_is_refused_with_its_place(content):
+    with pytest.raises(ValueError, match=r"messages\[1\]\.content: "):
+        conversation([{"role": "user", "content": "x"}, {"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("message", [{}, {"content": "x"}, {"role": 3}, {"role": ""}, 5, None, "x"])
+def test_a_message_without_a_role_is_refused_with_its_place(message):
+    with pytest.raises(ValueError, match=r"messages\[0\]\.role: "):
+        conversation([message])
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, None, 3])
+def test_what_is_no_list_of_messages_is_refused(messages):
+    with pytest.raises(ValueError, match="must be a list of messages"):
+        conversation(messages)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        call('{"a": 2}'),
+        call({"a": 2}),
+        call('{"a":2}', type="function", index=0),
+        {"function": {"arguments": ' {"a": 2} ', "name": "add"}},
+        SimpleNamespace(id="9", function=SimpleNamespace(name="add", arguments='{"a": 2}')),
+    ],
+)
+def test_a_tool_call_says_the_same_with_or_without_type_id_or_quotes(sent):
+    message = canonical({"role": "assistant", "content": None, "tool_calls": [sent]})
+    assert message_key(message) == ("assistant", "", (("add", '{"a": 2}'),))
+    assert message["tool_calls"][0]["type"] == "function"
+
+
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+def test_a_call_without_arguments_has_none(arguments):
+    message = canonical({"role": "assistant", "tool_calls": [call(arguments)]})
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("{a", "not JSON"),
+        ("__import__('os').system('touch pwned')", "not JSON"),
+        ("[1]", "JSON object"),
+        ("3", "JSON object"),
+        ('{"a":' * 10**5, "not JSON"),
+    ],
+)
+def test_arguments_that_are_no_json_object_are_refused_with_place_and_tool(arguments, told):
+    sent = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [call(arguments)]},
+    ]
+    with pytest.raises(ValueError, match=rf"messages\[1\]\.tool_calls: .*'add'.*{told}"):
+        conversation(sent)
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_tool_calls_is_the_same_as_the_field_left_out(calls):
+    assert canonical({"role": "assistant", "content": "x", "tool_calls": calls}) == {
+        "role": "assistant", "content": "x",
+    }  # fmt: skip
+
+
+def test_what_a_data_set_adds_to_a_message_reaches_the_template_and_is_no_other_s():
+    """A kept rendering is not taken for one with other fields."""
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.thought }}|{{ m.content }}{% endfor %}"
+    template = ChatTemplate(letter_tokenizer(), source)
+    said = [
+        template.render(conversation([{"role": "assistant", "content": "5", "thought": thought}]))
+        for thought in ("easy", "hard")
+    ]
+    assert said == ["[assistant]easy|5", "[assistant]hard|5"]
