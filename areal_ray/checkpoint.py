@@ -170,11 +170,13 @@ def _problem(folder: Path) -> str | None:
     """Why a folder is not a complete checkpoint; None if it is one."""
     try:
         sizes = json.loads((folder / _LIST_FILE).read_text(encoding="utf-8"))
-        json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing, so it was not finished"
     except ValueError as error:
         return f"its {STATE_FILE} or {_LIST_FILE} is broken ({error})"
+    if not isinstance(sizes, dict) or not isinstance(state, dict):
+        return f"its {STATE_FILE} or {_LIST_FILE} is broken (no JSON object)"
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():

@@ -21,7 +21,7 @@ def group_metrics(group: Group) -> tuple[MetricValue, ...]:
     firsts = [branches[-1] for branches in episodes.values()]
     wall = [sum(t.seconds.values()) for t in firsts]
     outcomes = [t.outcome for t in firsts]
-    truncated = _share(firsts, StopReason.LENGTH)
+    ends = [_end(t) for t in firsts]
     sampled = sum(t.num_sampled_tokens for t in group.trajectories)
     values: list[MetricValue] = [
         *_rewards([t.reward for t in firsts if t.reward is not None]),
@@ -31,9 +31,9 @@ def group_metrics(group: Group) -> tuple[MetricValue, ...]:
         ("agent/episodes", count, 1.0),
         ("agent/ok_episodes", outcomes.count(Outcome.OK), 1.0),
         ("agent/truncated_episodes", outcomes.count(Outcome.TRUNCATED), 1.0),
-        ("agent/truncated_fraction", truncated, count),
-        ("agent/aborted_fraction", _share(firsts, StopReason.ABORT), count),
-        ("agent/stopped_fraction", _share(firsts, StopReason.STOP), count),
+        ("agent/truncated_fraction", ends.count(StopReason.LENGTH) / count, count),
+        ("agent/aborted_fraction", ends.count(StopReason.ABORT) / count, count),
+        ("agent/stopped_fraction", ends.count(StopReason.STOP) / count, count),
         ("agent/branch_episodes", len(group.trajectories) - count, 1.0),
         ("agent/turns", sum(map(_num_turns, group.trajectories)) / count, count),
         ("agent/episode_tokens", group.num_tokens / count, count),
@@ -63,8 +63,10 @@ def _rewards(rewards: list[float]) -> list[MetricValue]:
     ]
 
 
-def _share(trajectories: list[Trajectory], reason: StopReason) -> float:
-    return sum(t.stop_reason is reason for t in trajectories) / len(trajectories)
+def _end(trajectory: Trajectory) -> StopReason:
+    """How an episode ended; one that ran out of turns or window is cut short, too."""
+    is_cut = trajectory.outcome is Outcome.TRUNCATED
+    return StopReason.LENGTH if is_cut else trajectory.stop_reason
 
 
 def _num_turns(trajectory: Trajectory) -> int:

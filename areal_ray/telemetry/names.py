@@ -125,9 +125,9 @@ agent/truncated_episodes | episodes | sum | Outcome truncated: a token or turn l
 agent/agent_error_episodes | episodes | sum | Outcome agent_error: the agent raised.
 agent/env_error_episodes | episodes | sum | Outcome env_error: a tool or world failed.
 agent/timeout_episodes | episodes | sum | Outcome timeout: over the wall-clock limit.
-agent/truncated_fraction | fraction | mean | Episodes whose last turn stopped at a length limit.
+agent/truncated_fraction | fraction | mean | Episodes that a token or turn limit cut short.
 agent/aborted_fraction | fraction | mean | Episodes whose last turn was aborted; not truncated ones.
-agent/stopped_fraction | fraction | mean | Episodes whose last turn stopped by itself.
+agent/stopped_fraction | fraction | mean | Episodes that ended by themselves.
 agent/branch_episodes | episodes | sum | Extra branches: histories that were rewritten, sub-agents.
 agent/episode_tokens | tokens | mean | Tokens of an episode, everything the model saw.
 agent/sampled_tokens | tokens | mean | Tokens the policy sampled in an episode.

@@ -37,6 +37,16 @@ def test_after_a_resume_at_version_100_headroom_is_12_groups_not_412():
     assert gate.headroom == 12
 
 
+@pytest.mark.parametrize(("batch", "bound", "version"), [(4, 0, 0), (4, 0, 7), (8, 2, 100)])
+def test_headroom_after_a_resume_is_that_of_a_fresh_run_whatever_the_batch_was(
+    batch, bound, version
+):
+    """Nothing of the batch that the run had before enters it, nor the number of ranks."""
+    fresh = AdmissionGate(config(batch=batch, bound=bound), version=0)
+    resumed = AdmissionGate(config(batch=batch, bound=bound), version=version)
+    assert resumed.headroom == fresh.headroom == batch * (bound + 1)
+
+
 def test_a_concurrency_limit_below_the_staleness_bound_holds():
     settings_ = config(batch=4, bound=2, max_concurrent_rollouts=5)
     assert admissible_groups(0, 0, 0, settings_) == 5

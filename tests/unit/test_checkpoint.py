@@ -69,7 +69,9 @@ def test_with_keep_one_a_failed_save_leaves_the_previous_checkpoint(tmp_path):
     assert Checkpoints(tmp_path, keep=1).latest().checkpoint.step == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "lost", "no list", "no state", "broken state"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "lost", "no list", "no state", "broken state", "list"]
+)
 def test_a_damaged_checkpoint_is_passed_over_with_a_reason(tmp_path, damage):
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 2)
@@ -80,6 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_reason(tmp_path, damage):
         "no list": "complete.json is missing",
         "no state": "run_state.json is missing",
         "broken state": "run_state.json",
+        "list": "no JSON object",
     }[damage]
     if damage == "truncated":
         (newest / "inner" / "more.bin").write_text("wei")
@@ -89,6 +92,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_reason(tmp_path, damage):
         (newest / "complete.json").unlink()
     elif damage == "no state":
         (newest / "run_state.json").unlink()
+    elif damage == "list":
+        (newest / "run_state.json").write_text("[]")
     else:
         (newest / "run_state.json").write_text("{")
     found = checkpoints.latest()

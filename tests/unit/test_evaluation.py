@@ -57,5 +57,50 @@ def test_accuracy_is_over_all_episodes_and_pass_at_n_over_tasks():
     assert (result.episodes, result.failed_episodes) == (9, 1)
 
 
+class Counting(Scripted):
+    """Answers each call with rewards of its tasks' own, and keeps what was asked for."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__([])
+        self.samples = samples
+        self.asked: list[list[str]] = []
+        self.sizes: list[int] = []
+
+    async def submit_payload(self, member: str, method: str, tasks: Any, *rest: Any) -> Any:
+        self.asked.append([task.id for task in tasks])
+        self.sizes.append(rest[1])
+        return await super().submit_payload(member, method, tasks, *rest)
+
+    async def submit(self, member: str, method: str, *rest: Any) -> Any:
+        self.rewards = [[float(task.id == "9")] * self.samples for task in rest[1]]
+        return await super().submit(member, method, *rest)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 10, 128])
+def test_every_held_out_task_is_asked_for_once_in_its_order_and_the_last_few_count(at_once):
+    fleet = Counting(samples=3)
+    config = EvaluationConfig.model_validate(
+        {
+            "tasks": {"source": "x:y"},
+            "n_samples": 3,
+            "sampling": SamplingConfig(temperature=1.0),
+            "max_concurrent_tasks": at_once,
+        }
+    )
+    tasks = [Task(str(i), ({"role": "user", "content": "?"},)) for i in range(10)]
+    service = EvaluationService(
+        config, tasks, replica=None, agents=cast(Fleet, fleet), rewards=cast(Fleet, fleet),
+        sync=None, first_version=0, seed=0,
+    )  # fmt: skip
+    for version in (0, 1):
+        fleet.asked.clear()
+        result = asyncio.run(service.score(Pinned(version, Committed(version))))
+        assert [name for batch in fleet.asked for name in batch] == [task.id for task in tasks]
+        assert max(map(len, fleet.asked)) <= at_once
+        assert set(fleet.sizes) == {3}
+        assert (result.episodes, result.failed_episodes) == (30, 0)
+        assert (result.accuracy, result.pass_at_n) == (0.1, 0.1)
+
+
 def test_pass_at_one_is_accuracy_and_told_once():
     assert score([[1.0], [0.0]]).pass_at_n is None

@@ -3,6 +3,7 @@
 import ast
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.core.group_metrics import group_metrics
-from areal_ray.core.trajectory import Group, StopReason, Trajectory
+from areal_ray.core.trajectory import Group, Outcome, StopReason, Trajectory
 from areal_ray.telemetry.metrics import (
     Metric,
     MetricRegistry,
@@ -205,6 +206,20 @@ def test_token_counts_hold_neither_padding_nor_each_others_tokens():
     assert row["rollout/sampled_tokens"] == 6
     assert row["rollout/prompt_tokens"] == 8
     assert row["agent/episodes"] == 2
+
+
+def test_an_episode_out_of_turns_or_window_is_cut_short_and_did_not_end_by_itself():
+    cut = Outcome.TRUNCATED
+    row = group_row(
+        replace(episode("a", 2, 2, StopReason.STOP), outcome=cut),  # agent.max_turns
+        replace(episode("b", 2, 2, StopReason.ABORT), outcome=cut),  # nothing fits the window
+        episode("c", 2, 2, StopReason.STOP),
+        episode("d", 2, 2, StopReason.ABORT),
+    )
+    assert row["agent/truncated_episodes"] == 2
+    assert row["agent/truncated_fraction"] == 0.5
+    assert row["agent/stopped_fraction"] == 0.25
+    assert row["agent/aborted_fraction"] == 0.25
 
 
 def test_truncated_aborted_and_stopped_episodes_are_counted_apart():

@@ -65,6 +65,24 @@ def test_every_line_of_metrics_jsonl_is_strict_json(tmp_path: Path):
     assert row["learner/loss"] is row["learner/ratio_max"] is row["queue/depth_groups"] is None
 
 
+def test_a_torch_number_is_a_number_and_what_is_not_finite_is_null():
+    import torch
+
+    values = {
+        "scalar": torch.tensor(0.5),
+        "one": torch.tensor([2]),
+        "half": torch.tensor(0.25, dtype=torch.bfloat16),
+        "nan": torch.tensor(math.nan),
+        "inf": np.float32(-np.inf),
+        "yes": np.bool_(True),
+        "deep": [{"a": math.inf}],
+    }
+    assert json.loads(dumps_strict(values), parse_constant=refuse_constant) == {
+        "scalar": 0.5, "one": [2], "half": 0.25, "nan": None, "inf": None, "yes": True,
+        "deep": [{"a": None}],
+    }  # fmt: skip
+
+
 def test_a_value_without_a_json_form_is_refused_by_name():
     with pytest.raises(TypeError, match="object"):
         dumps_strict({"a": object()})

@@ -1,0 +1,109 @@
+"""Turns that an engine hands back unfinished, or loses, are sampled whole and handed out once."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_ray.core.trajectory import StopReason
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
+from areal_ray.errors import ActorLost, EngineError
+from areal_ray.runtime.rollout_client import RolloutClient
+
+LIMIT = 16
+REQUEST = GenerationRequest(
+    "e#0", np.arange(4, dtype=np.int32), SamplingConfig(max_new_tokens=LIMIT), seed=3
+)
+
+
+def sampled(count: int, reason: StopReason, version: int = 0, error: str = "") -> GenerationResult:
+    return GenerationResult(
+        request_id=REQUEST.request_id,
+        token_ids=np.arange(count, dtype=np.int32),
+        logprobs=np.full(count, -1.0, np.float32),
+        versions=np.full(count, version, np.int32),
+        stop_reason=reason,
+        error=error,
+    )
+
+
+class Method:
+    """A method of an actor handle."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+class ScriptedReplica:
+    """A rollout actor's handle that answers each turn it is given by a script."""
+
+    def __init__(self, *script: GenerationResult) -> None:
+        self.script = list(script)
+        self.given: list[GenerationRequest] = []
+        self.aborted: list[str] = []
+        self.waiting = asyncio.Event()
+        self.submit, self.collect = Method(self._submit), Method(self._collect)
+        self.incarnation, self.abort = Method(self._incarnation), Method(self.aborted.extend)
+
+    async def _submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
+        self.given += requests
+        self.waiting.set()
+
+    async def _collect(self, client_id: str, linger_s: float) -> list[GenerationResult]:
+        await self.waiting.wait()
+        self.waiting.clear()
+        return [self.script.pop(0)] if self.script else []
+
+    async def _incarnation(self) -> str:
+        return "first"
+
+
+def generate(*script: GenerationResult, **fields: Any) -> tuple[ScriptedReplica, Any]:
+    async def run() -> tuple[ScriptedReplica, Any]:
+        replica = ScriptedReplica(*script)
+        client = RolloutClient({"rollout-0": replica}, "agent", **fields)
+        try:
+            async with asyncio.timeout(20):
+                result: Any = await client.generate(REQUEST)
+        except (ActorLost, EngineError) as error:
+            result = error
+        assert client.num_pending == 0
+        await client.close()
+        return replica, result
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("before", [[6], [0], [6, 15, 0], [LIMIT]])
+def test_an_aborted_turn_is_sampled_anew_within_its_limit_and_nothing_of_it_is_kept(before):
+    aborted = [sampled(count, StopReason.ABORT, version=1) for count in before]
+    replica, result = generate(*aborted, sampled(LIMIT, StopReason.LENGTH, version=2))
+    assert (len(result.token_ids), result.stop_reason) == (LIMIT, StopReason.LENGTH)
+    assert set(result.versions.tolist()) == {2}
+    assert len(replica.given) == len(before) + 1
+    assert {(r.request_id, r.seed, r.sampling.max_new_tokens) for r in replica.given} == {
+        ("e#0", 3, LIMIT)
+    }
+
+
+@pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.STOP])
+def test_a_turn_that_ended_is_not_asked_for_again(reason):
+    replica, result = generate(sampled(LIMIT, reason))
+    assert (len(replica.given), result.stop_reason) == (1, reason)
+    assert replica.aborted == []
+
+
+def test_a_turn_that_is_aborted_over_and_over_is_given_up_by_name():
+    replica, error = generate(*[sampled(1, StopReason.ABORT)] * 9, max_tries=3)
+    assert isinstance(error, ActorLost)
+    assert "turn e#0 was given to a replica 3 times; last, rollout-0: aborted" in str(error)
+    assert len(replica.given) == 3
+
+
+def test_a_turn_that_the_engine_refuses_is_an_error_and_no_empty_sample():
+    replica, error = generate(sampled(0, StopReason.ABORT, error="the prompt is empty"))
+    assert isinstance(error, EngineError)
+    assert "the prompt is empty" in str(error)
+    assert len(replica.given) == 1
