@@ -19,6 +19,7 @@ from areal_ray.gateway.template import ChatTemplate
 from areal_ray.recipe import Recipe
 from areal_ray.records import Records
 from areal_ray.run import PairRun, Run, SftRun
+from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, call
 from areal_ray.runtime.placement import EVALUATION, EVALUATION_AGENT, PARAM_SYNC
@@ -39,6 +40,8 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     recipe, begin = graph.recipe, graph.begin
     assert recipe.admission is not None
     assert recipe.tasks is not None
+    for caution in recipe.cautions:
+        records.event(f"caution: {caution}")
     sync_handle = graph.param_sync()
     learners = graph.learners(recipe.steps)
     rollouts = graph.rollouts("rollout")
@@ -81,6 +84,7 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
         records=records,
         waits=waits,
         tracker=tracker,
+        secrets=environment_secrets(),
     )
     if begin.state:
         run.load_state_dict(begin.state)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_ray.errors import ArealRayError
+from areal_ray.errors import ArealRayError, RecipeError
+from areal_ray.telemetry.log import redact, secret_values
 
 if TYPE_CHECKING:
     from areal_ray.handle import RunHandle
@@ -134,7 +135,10 @@ def plan(recipe: RecipeFile, overrides: Overrides = None) -> None:
     from areal_ray.plan import plan_run
     from areal_ray.recipe import load_recipe
 
-    planned = plan_run(load_recipe(recipe, overrides or ()))
+    loaded = load_recipe(recipe, overrides or ())
+    planned = plan_run(loaded)
+    for caution in loaded.cautions:
+        _complain(f"caution: {caution}")
     if planned.table:
         print(planned.table)
     if planned.problems:
@@ -181,9 +185,14 @@ def schema(
     text = json.dumps(recipe_schema(), indent=2)
     if output is None:
         print(text)
-    else:
+        return
+    try:
         output.write_text(text + "\n", encoding="utf-8")
-        print(f"written: {output}")
+    except OSError as error:
+        raise RecipeError(
+            f"--output: {output} cannot be written ({error.strerror}). Choose another file."
+        ) from error
+    print(f"written: {output}")
 
 
 @app.command()
@@ -268,7 +277,7 @@ def _tell_defect(
 
 
 def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(redact(text, secret_values(os.environ)), file=sys.stderr)
 
 
 if __name__ == "__main__":

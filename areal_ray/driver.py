@@ -27,6 +27,7 @@ from areal_ray.core.versions import oldest_allowed
 from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.errors import ActorLost, DataError, DeadlineExceeded
 from areal_ray.run import PairRun, Run, SftRun
+from areal_ray.telemetry.log import redact
 
 
 async def train(run: Run) -> None:
@@ -91,6 +92,7 @@ async def fail(run: Run, lease: Lease, reason: str, *, is_counted: bool = True) 
     Raises:
         TooManyFailures: Failing has become the rule.
     """
+    reason = redact(reason, run.secrets)
     run.ledger.fail(lease.group_id, reason)
     run.records.failed(lease, reason)
     if lease.attempt + 1 < run.admission.max_attempts:

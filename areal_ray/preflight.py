@@ -16,6 +16,7 @@ from areal_ray.agents.episode import check_agent
 from areal_ray.agents.task_stream import TasksConfig, fit_prompts, load_tasks
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task
+from areal_ray.core.typed_yaml import untyped_values
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.errors import ArealRayError, RecipeError
@@ -26,6 +27,7 @@ from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
 from areal_ray.run_folder import conflict, in_use
 from areal_ray.runtime.run_config import is_hub_name
+from areal_ray.telemetry.log import REDACTED
 from areal_ray.telemetry.summary import read_summary
 
 _HUB_TIMEOUT_S = 3.0
@@ -75,6 +77,7 @@ def check_files(recipe: Recipe) -> list[str]:
     """What is wrong with the files, folders and code that the recipe names; empty = nothing."""
     problems: list[str] = []
     checks: list[Callable[[], Iterable[str]]] = [
+        lambda: _secret_problems(untyped_values(recipe)),
         lambda: _fileroot_problems(recipe),
         lambda: _model_problems(recipe),
         lambda: _companion_problems(recipe),
@@ -84,6 +87,18 @@ def check_files(recipe: Recipe) -> list[str]:
     for check in checks:
         problems += check()
     return problems
+
+
+def _secret_problems(value: Any, key: str = "") -> Iterator[str]:
+    """Values of a saved recipe that were secrets when it was saved."""
+    if isinstance(value, str) and REDACTED in value:
+        yield (
+            f"{key}: is {value!r}, what a saved recipe has in place of a secret of the "
+            f"environment. Give it again: {key}=VALUE."
+        )
+    parts = dict(enumerate(value)) if isinstance(value, list) else value
+    for name, item in parts.items() if isinstance(parts, dict) else ():
+        yield from _secret_problems(item, f"{key}.{name}" if key else str(name))
 
 
 def _fileroot_problems(recipe: Recipe) -> Iterator[str]:

@@ -6,7 +6,7 @@ files and the code it names. The recipe as run is saved with each run and reads 
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,11 @@ from areal_ray.core import typed_yaml, yaml_tree
 from areal_ray.core.config import Config
 from areal_ray.core.imports import import_roots
 from areal_ray.core.versions import AdmissionConfig
-from areal_ray.engines.objective_checks import Surroundings, objective_problems
+from areal_ray.engines.objective_checks import (
+    Surroundings,
+    objective_cautions,
+    objective_problems,
+)
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftConfig
 from areal_ray.engines.train_config import (
@@ -43,6 +47,7 @@ from areal_ray.runtime.run_config import (
     SchedulerConfig,
 )
 from areal_ray.runtime.weights_config import WeightsConfig
+from areal_ray.telemetry.log import redact_all
 from areal_ray.telemetry.sinks import TelemetryConfig
 
 MODEL_FOLDER = "model"
@@ -171,14 +176,21 @@ class Recipe(Config):
         return import_roots(self._origin)
 
     @property
+    def cautions(self) -> list[str]:
+        """What may work and rarely does, one line each; told when it is planned or run."""
+        if self.parts.loop != "train" or self.admission is None:
+            return []
+        return objective_cautions(self.objective, self.admission.max_head_offpolicyness)
+
+    @property
     def digest(self) -> str:
         """16 hex digits; equal for recipes with equal values, whatever file they came from."""
         plain = json.dumps(typed_yaml.untyped_values(self), sort_keys=True)
         return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
-    def to_yaml(self) -> str:
-        """Every key with its value; reads back as the same recipe."""
-        return yaml_tree.write_yaml(typed_yaml.untyped_values(self))
+    def to_yaml(self, secrets: Collection[str] = ()) -> str:
+        """Every key with its value, secrets blotted out; without any it reads back as the same."""
+        return yaml_tree.write_yaml(redact_all(typed_yaml.untyped_values(self), secrets))
 
     def _name_problems(self) -> list[str]:
         if "/" in self.name or "\0" in self.name or self.name.strip(". ") != self.name:

@@ -35,6 +35,29 @@ _INLINED_BYTES = 100 * 1024
 """Ray carries smaller objects inside the messages that pass through their owner, the driver."""
 
 
+def _bytes_through_driver(made: GroupSummary, scored: ScoreSummary) -> int:
+    # Each payload passes once as an answer and once as an argument, twice in all.
+    carried = [made.payload_bytes, scored.payload_bytes]
+    inlined = sum(2 * size for size in carried if size < _INLINED_BYTES)
+    return inlined + len(pickle.dumps((made, scored)))
+
+
+class _SplitTeller:
+    """Tells each reason why conversations stop extending their record once a run."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def lines(self, made: GroupSummary) -> list[str]:
+        new = {reason: n for reason, n in made.splits.items() if reason not in self._told}
+        self._told |= new.keys()
+        return [
+            f"group {made.group_id}: {count} records split: {reason}. agent/branch_episodes "
+            "counts them; not told again"
+            for reason, count in new.items()
+        ]
+
+
 class Records:
     """What one run has to tell."""
 
@@ -63,6 +86,7 @@ class Records:
         self._row_at = time.monotonic()
         self._reading: FleetReading | None = None
         self._admitted = 0
+        self._splits = _SplitTeller()
 
     # What the loops report
 
@@ -80,10 +104,9 @@ class Records:
         for outcome in _FAILED:
             self._window.add(f"agent/{outcome}_episodes", made.outcomes.get(outcome, 0))
         self._window.add("time/reward_busy_s", scored.seconds)
-        # Each payload passes once as an answer and once as an argument, twice in all.
-        carried = [made.payload_bytes, scored.payload_bytes]
-        inlined = sum(2 * size for size in carried if size < _INLINED_BYTES)
-        self._window.add("driver/bytes", inlined + len(pickle.dumps((made, scored))))
+        self._window.add("driver/bytes", _bytes_through_driver(made, scored))
+        for line in self._splits.lines(made):
+            self.event(line)
 
     def failed(self, lease: Lease, reason: str) -> None:
         """A group gave no usable result."""

@@ -143,6 +143,8 @@ class Run(LearnerRun):
     supervisor: Supervisor
     evaluation: EvaluationService | None
     telemetry: TelemetryConfig
+    secrets: frozenset[str] = frozenset()
+    """What no file may hold: a reason may quote what user code was given."""
 
     def reserve_next(self) -> Lease:
         """Enter the next task into the ledger; its admission has been counted."""

@@ -109,7 +109,7 @@ class Session:
             RecipeError: The folder holds another run, or one that is going on.
         """
         self.recipe = recipe
-        shown = redact(recipe.to_yaml(), environment_secrets())
+        shown = recipe.to_yaml(environment_secrets())
         self._folder = folder or RunFolder.hold(recipe.folder)
         self._folder.begin(shown, resume=resume, overwrite=overwrite)
         self.error: BaseException | None = None
@@ -322,7 +322,7 @@ class Session:
             version=state.version if state else begin.version,
             wall_s=round(time.monotonic() - self._began, 3),
             seed=recipe.seed,
-            failure=failure_text(self.error),
+            failure=redact(failure_text(self.error), environment_secrets()),
             staleness_bound=bound if isinstance(bound, int) else None,
             **tally.end_facts(),
         )
@@ -381,6 +381,8 @@ def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
             f"at most {admission.max_head_offpolicyness} versions, then {admission.at_consumption}"
         )
         facts["objective"] = recipe.objective.kind
+        if recipe.evaluation is not None:
+            facts["evaluation"] = recipe.evaluation.described(recipe.rollout.sampling)
         facts["actors"] = (
             f"{recipe.rollout.replicas} rollout, {recipe.learner.ranks} learner, "
             f"{recipe.agent.replicas} agent, "

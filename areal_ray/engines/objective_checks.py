@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.engines.protocols import SamplingConfig
@@ -29,6 +30,25 @@ def objective_problems(objective: ObjectiveConfig, around: Surroundings) -> list
         *_group_problems(objective, around),
         *_minibatch_problems(objective, around),
         *_length_problems(objective, around),
+    ]
+
+
+def objective_cautions(objective: ObjectiveConfig, bound: int | Literal["unlimited"]) -> list[str]:
+    """What may work and rarely does, one line each.
+
+    Args:
+        objective: Of a run of kind rl or distill.
+        bound: admission.max_head_offpolicyness.
+    """
+    is_clipped = objective.loss != "reinforce" and objective.clip_centre == "behaviour"
+    is_bounded = is_clipped or objective.behaviour_weight in ("clamp", "mask")
+    if is_bounded or objective.m2_threshold is not None or bound in (0, 1):
+        return []
+    return [
+        f"objective: loss '{objective.loss}' with behaviour_weight '{objective.behaviour_weight}' "
+        f"bounds nothing by how far a token's policy lies back, and admission."
+        f"max_head_offpolicyness is {bound}; such runs tend to diverge. Use behaviour_weight "
+        "'clamp' or 'mask', a kind that clips, or max_head_offpolicyness 1."
     ]
 
 

@@ -9,7 +9,6 @@ run_group waits for: the agents and the rollout fleet; bounded by agent.timeout_
 
 import asyncio
 import functools
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,12 +36,11 @@ from areal_ray.core.trajectory import (
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
+from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.rollout_client import RolloutClient
-from areal_ray.telemetry.episodes import EpisodeLog, episode_lines
-
-_log = logging.getLogger(__name__)
+from areal_ray.telemetry.episodes import EpisodeLog, episode_lines, without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,6 @@ class AgentActor:
         reached = {short: reach(replica) for short, replica in replicas.items()}
         self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
         self._num_episodes = 0
-        self._told: set[str] = set()
         collect_rarely()
 
     async def run_group(
@@ -148,7 +145,6 @@ class AgentActor:
         usable = [t for a in attempts if a.end.outcome.is_scored for t in a.trajectories]
         payload = encode_group(Group(group_id, task.id, tuple(usable)))
         summary = _summary(task.id, group_id, attempts, usable)
-        self._tell_splits(summary)
         return replace(summary, payload_bytes=len(payload)), payload
 
     async def run_groups(
@@ -176,9 +172,12 @@ class AgentActor:
             payloads: References to encoded groups, in a list so that Ray passes them on unread.
             step: Steps done when they were trained on.
         """
+        secrets = environment_secrets()
         for payload in payloads:
             group = decode_group(await payload)
-            EpisodeLog.append(Path(self._run_folder), episode_lines(group, self._texts, step))
+            lines = episode_lines(group, self._texts, step)
+            shown = [without_secrets(line, secrets) for line in lines] if secrets else lines
+            EpisodeLog.append(Path(self._run_folder), shown)
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         return [self._template.token_text(token_id) for token_id in ids]
@@ -248,17 +247,6 @@ class AgentActor:
             known = ours.model_copy(update={"max_new_tokens": max_new_tokens})
             self._sampling[max_new_tokens] = known
         return known
-
-    def _tell_splits(self, summary: GroupSummary) -> None:
-        for reason, count in summary.splits.items():
-            if reason not in self._told:
-                self._told.add(reason)
-                _log.warning(
-                    "group %s: %d records split: %s. Counted from here on, not told again",
-                    summary.group_id,
-                    count,
-                    reason,
-                )
 
 
 def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:

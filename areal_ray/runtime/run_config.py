@@ -72,6 +72,16 @@ class EvaluationConfig(Config):
             return self.sampling
         return training.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
 
+    def described(self, training: SamplingConfig) -> str:
+        """What it does, inherited values included, on one line."""
+        sampling = self.sampling_for(training)
+        how = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+        when = f"every {self.every_steps} steps" if self.every_steps else "at the end"
+        return (
+            f"{self.n_samples} a task, {how}, at most {sampling.max_new_tokens} tokens a turn, "
+            f"{when}"
+        )
+
 
 class ClusterConfig(Config):
     """Where the run lives, and what it may count on there."""

@@ -4,11 +4,13 @@ One line an episode (one a branch), in the order of the group; every line names 
 and sample it belongs to, so that no reply can be paired with another's reward.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_ray.core.trajectory import Group, Trajectory
+from areal_ray.telemetry.log import REDACTED, redact_all
 from areal_ray.telemetry.rows import keep_rows_through
 from areal_ray.telemetry.strict_json import dumps_strict
 
@@ -60,6 +62,27 @@ def _line(trajectory: Trajectory, decode: Decode, step: int, sample: int) -> dic
         "details": trajectory.details,
         "tokens": tokens,
     }
+
+
+def without_secrets(line: dict[str, Any], secrets: Collection[str]) -> dict[str, Any]:
+    """The line with secrets blotted out of every text, and of tokens that spell one together."""
+    return {
+        name: _blotted(value, secrets) if name == "tokens" else redact_all(value, secrets)
+        for name, value in line.items()
+    }
+
+
+def _blotted(tokens: list[dict[str, Any]], secrets: Collection[str]) -> list[dict[str, Any]]:
+    """Tokens of a secret lose text and id: either would spell it."""
+    joined = "".join(token["text"] for token in tokens)
+    spans = [m.span() for secret in secrets for m in re.finditer(re.escape(secret), joined)]
+    kept, start = [], 0
+    for token in tokens:
+        end = start + len(token["text"])
+        is_hit = any(start < last and first < end for first, last in spans)
+        kept.append({**token, "text": REDACTED, "id": -1} if is_hit else token)
+        start = end
+    return kept
 
 
 class EpisodeLog:

@@ -6,10 +6,11 @@ The environment is read elsewhere (cli, runtime/cluster); this module gets the s
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 LOG_FILE = "log.txt"
 REDACTED = "[redacted]"
@@ -32,6 +33,17 @@ def redact(text: str, secrets: Iterable[str]) -> str:
     for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, REDACTED)
     return text
+
+
+def redact_all(value: Any, secrets: Collection[str]) -> Any:
+    """The same plain value with each secret replaced in every text within it."""
+    if isinstance(value, str):
+        return redact(value, secrets)
+    if isinstance(value, Mapping):
+        return {name: redact_all(item, secrets) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_all(item, secrets) for item in value]
+    return value
 
 
 class RunFormatter(logging.Formatter):

@@ -1,6 +1,9 @@
 """The command line: exit codes, short errors, and that what is printed is what runs."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,14 @@ def run(*words: str) -> int:
         ["train", "r.yaml"],
         ["train", "r.yaml", "--overwrit"],
         ["trian", "r.yaml"],
+        ["train", "."],
+        ["train", "r.yaml", "steps"],
+        ["train", "r.yaml", "=3"],
+        ["plan", "gone.yaml"],
+        ["report", "gone"],
+        ["status", "gone"],
+        ["eval", "gone.yaml"],
+        ["schema", "--output", "gone/schema.json"],
     ],
 )
 def test_a_mistake_of_the_user_is_a_few_lines_and_exit_code_2(recipe, words, capsys):
@@ -91,6 +102,59 @@ def test_a_printed_recipe_is_the_recipe_that_runs(recipe, capsys, tmp_path):
 def test_a_shortened_option_is_not_taken_for_another(recipe, capsys):
     assert run("train", recipe, "--print-conf") == 2
     assert "No such option" in capsys.readouterr().err
+
+
+def test_plan_tells_what_may_work_and_rarely_does(recipe, capsys):
+    run("plan", recipe, "objective={kind: reinforce, behaviour_weight: full}")
+    assert "caution: objective: loss 'reinforce'" in capsys.readouterr().err
+
+
+def test_a_secret_of_the_environment_is_in_no_message(recipe, capsys, monkeypatch):
+    monkeypatch.setenv("TRACKER_KEY", "hf_abcdef")
+    assert run("train", recipe, "model.path=hf_abcdef/gone/x") == 2
+    told = capsys.readouterr().err
+    assert "hf_abcdef" not in told
+    assert "[redacted]/gone/x" in told
+
+
+GOES_ON = """
+import signal
+from types import SimpleNamespace
+from areal_ray.cli import _STOPS, _follow
+
+class Handle:
+    recipe = SimpleNamespace(telemetry=SimpleNamespace(console="off"))
+    def stop(self):
+        print("asked", flush=True)
+    def wait(self, timeout_s):
+        raise TimeoutError
+
+signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+print("ready", flush=True)
+_follow(Handle())
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)],
+)
+def test_a_second_signal_ends_a_run_that_does_not_stop_at_once(first, second):
+    child = subprocess.Popen(
+        [sys.executable, "-c", GOES_ON],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(first)
+        assert child.stdout.readline() == "asked\n"
+        assert child.poll() is None
+        child.send_signal(second)
+        _, told = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == 128 + second
+    assert told == "stopping; once more to end at once\n"
 
 
 def test_the_schema_is_valid_json(capsys, tmp_path, monkeypatch):

@@ -138,6 +138,19 @@ def test_a_task_source_that_goes_wrong_is_one_line_that_says_where(folder, sourc
     assert told in line
 
 
+def test_a_saved_recipe_asks_for_the_secrets_that_it_does_not_hold(folder):
+    args = "reward.args={key: hf_abcdef, urls: ['https://x/?k=hf_abcdef', y]}"
+    recipe = recipe_of(folder, args)
+    text = recipe.to_yaml({"hf_abcdef"})
+    assert "hf_abcdef" not in text
+    (folder / "saved.yaml").write_text(text)
+    told = check_files(load_recipe(folder / "saved.yaml"))
+    assert [line.split(": ")[0] for line in told[:2]] == ["reward.args.key", "reward.args.urls.0"]
+    assert "Give it again: reward.args.key=VALUE" in told[0]
+    again = load_recipe(folder / "saved.yaml", [args])
+    assert again.digest == recipe.digest
+
+
 def test_an_endless_source_is_taken_with_a_limit(folder):
     assert check_files(recipe_of(folder, "tasks.source=sums_code:endless", "tasks.limit=3")) == []
 

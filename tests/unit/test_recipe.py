@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.algorithms.presets import PRESETS
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.errors import RecipeError
 from areal_ray.recipe import (
@@ -78,6 +79,14 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("name=a/b", "name", "plain folder name"),
         ("steps=0", "steps", ">= 1"),
         ("tasks=null", "tasks", "kind: rl needs it"),
+        ("tasks.limit=0", "tasks.limit", ">= 1"),
+        ("tasks.limit=-3", "tasks.limit", ">= 1"),
+        ("tasks.source=null", "tasks.source", "must be text"),
+        ("reward.score=", "reward.score", "must be text"),
+        ("learner.optimizer.lr=.inf", "learner.optimizer.lr", "finite"),
+        ("learner.optimizer.lr=nan", "learner.optimizer.lr", "must be a number"),
+        ("rollout.sampling.frequency_penalty=0.5", "rollout.sampling.frequency_penalty", "unknown"),
+        ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "> 0"),
         ("sft={phases: [{source: 'a:b', steps: 1, batch_size: 1}]}", "sft", "no use for it"),
         ("evaluation={every_steps: 5}", "evaluation.tasks", "must be given"),
         (
@@ -233,6 +242,57 @@ def test_an_evaluation_without_sampling_is_greedy_within_the_limits_of_training(
     assert recipe.evaluation is not None
     inherited = recipe.evaluation.sampling_for(recipe.rollout.sampling)
     assert inherited == SamplingConfig(temperature=0.0, max_new_tokens=24)
+
+
+def test_what_an_evaluation_does_is_told_with_what_it_inherits():
+    training = parse_recipe(TEXT).rollout.sampling
+    inherited = parse_recipe(TEXT, ["evaluation={tasks: {source: 'a:b'}}"]).evaluation
+    assert inherited is not None
+    assert inherited.described(training) == (
+        "1 a task, greedy, at most 24 tokens a turn, at the end"
+    )
+    own = parse_recipe(
+        TEXT,
+        [
+            "evaluation={tasks: {source: 'a:b'}, n_samples: 3, every_steps: 5, "
+            "sampling: {temperature: 0.6, max_new_tokens: 64}}"
+        ],
+    ).evaluation
+    assert own is not None
+    assert own.described(training) == (
+        "3 a task, temperature 0.6, at most 64 tokens a turn, every 5 steps"
+    )
+
+
+UNBOUNDED = "objective={kind: reinforce, behaviour_weight: full}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        ([UNBOUNDED, "admission.max_head_offpolicyness=2"], True),
+        ([UNBOUNDED, "admission.max_head_offpolicyness=1"], False),
+        ([UNBOUNDED, "admission.max_head_offpolicyness=0"], False),
+        (
+            [
+                UNBOUNDED,
+                "admission.max_head_offpolicyness=unlimited",
+                "admission.max_concurrent_rollouts=9",
+            ],
+            True,
+        ),
+        (["objective={kind: rloo, behaviour_weight: none}"], True),
+        (["objective={kind: decoupled_ppo, behaviour_weight: full}"], True),
+        (["objective={kind: decoupled_ppo, behaviour_weight: full, m2_threshold: 0.04}"], False),
+        *(([f"objective.kind={kind}"], False) for kind in PRESETS if kind not in ("ppo", "opd")),
+    ],
+)
+def test_old_tokens_under_a_loss_that_bounds_nothing_are_warned_of(overrides, is_told):
+    told = parse_recipe(TEXT, overrides).cautions
+    assert bool(told) is is_told, told
+    for line in told:
+        assert line.startswith("objective: loss ")
+        assert "admission.max_head_offpolicyness" in line
 
 
 def test_several_greedy_samples_of_a_held_out_task_are_refused():

@@ -8,13 +8,14 @@ import pytest
 
 from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.queue import Ticket
+from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
 from areal_ray.core.verdict import TOO_STALE
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.protocols import StepStats
 from areal_ray.records import Records
 from areal_ray.runtime.param_sync_actor import PublishReport
-from areal_ray.telemetry.progress import open_progress
+from areal_ray.telemetry.progress import Progress, QuietProgress
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE, TelemetryConfig, open_metric_log
 from areal_ray.telemetry.tally import RunTally
@@ -23,11 +24,23 @@ from areal_ray.telemetry.waits import WaitBoard
 GAUGES = {"queue/depth_groups": 5, "admission/running_groups": 3, "admission/headroom_groups": 2}
 
 
-def records_of(folder: Path, ledger: Ledger, **admission: Any) -> Records:
+class Listener(QuietProgress):
+    """Keeps what a user would read."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_event(self, text: str) -> None:
+        self.told.append(text)
+
+
+def records_of(
+    folder: Path, ledger: Ledger, progress: Progress | None = None, **admission: Any
+) -> Records:
     config = TelemetryConfig(console="off", tensorboard=False, ray_metrics=False)
     return Records(
         log=open_metric_log(folder, config),
-        progress=open_progress(config),
+        progress=progress or QuietProgress(),
         waits=WaitBoard(),
         admission=AdmissionConfig(groups_per_step=2, **admission),
         tally=RunTally(ledger),
@@ -68,6 +81,26 @@ def test_staleness_is_that_of_what_was_trained_where_old_tokens_are_masked(tmp_p
         pytest.approx(4 / 3),
         2,
     )
+
+
+def test_why_records_split_is_told_once_a_run_with_its_count(tmp_path):
+    listener = Listener()
+    records = records_of(tmp_path, Ledger(), listener)
+
+    def made(group: str, **splits: int) -> GroupSummary:
+        return GroupSummary(
+            group, "t", num_usable=2, versions=(0,), num_tokens=9, num_sampled_tokens=4,
+            num_turns=2, payload_bytes=1, splits=splits,
+        )  # fmt: skip
+
+    scored = ScoreSummary("g", (1.0, 0.0), 0)
+    for summary in (made("a"), made("b", edited=3), made("c", edited=1, merges=2)):
+        records.collected(summary, scored)
+    assert [line.split(". ")[0] for line in listener.told] == [
+        "group b: 3 records split: edited",
+        "group c: 2 records split: merges",
+    ]
+    assert all("agent/branch_episodes" in line for line in listener.told)
 
 
 def test_a_run_goes_on_from_the_counts_of_its_checkpoint(tmp_path):

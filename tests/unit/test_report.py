@@ -1,5 +1,6 @@
 """report.html is one file that needs nothing else, says what the records say and runs no text."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +20,12 @@ from areal_ray.telemetry.charts import (
     stacked_columns,
     thin,
 )
-from areal_ray.telemetry.episodes import EPISODES_FILE, EpisodeLog, episode_lines
+from areal_ray.telemetry.episodes import (
+    EPISODES_FILE,
+    EpisodeLog,
+    episode_lines,
+    without_secrets,
+)
 from areal_ray.telemetry.report import write_report
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import TelemetryConfig, open_metric_log
@@ -171,6 +177,25 @@ def test_a_dumped_line_pairs_each_reply_with_its_own_reward_and_ids():
     assert first == {
         "text": "<4>\n", "id": 4, "mask": True, "version": 3, "logprob": -0.5, "turn": 0,
     }  # fmt: skip
+
+
+def test_a_secret_is_in_no_dumped_line_not_even_spelled_by_tokens_or_their_ids():
+    (line, *_) = episode_lines(group(), decode, 7)
+    line |= {
+        "reply": "key hf_abcdef!",
+        "failure": "RuntimeError: 401 for hf_abcdef",
+        "details": {"asked": ["hf_abcdef", 1], "deep": {"x": "hf_abcdef"}, "n": 2.0},
+    }
+    spelled = ["a hf", "_abc", "def", " b", " hf_abcdeg"]
+    token = line["tokens"][0]
+    line["tokens"] = [{**token, "text": text, "id": 90 + i} for i, text in enumerate(spelled)]
+    shown = without_secrets(line, {"hf_abcdef"})
+    assert "hf_abcdef" not in json.dumps(shown)
+    assert [t["text"] for t in shown["tokens"]] == ["[redacted]"] * 3 + [" b", " hf_abcdeg"]
+    assert [t["id"] for t in shown["tokens"]] == [-1, -1, -1, 93, 94]
+    assert shown["details"]["n"] == 2.0
+    assert (shown["reply"], shown["reward"]) == ("key [redacted]!", line["reward"])
+    assert without_secrets(line, {"absent"}) == line
 
 
 def test_a_dump_that_would_lose_a_token_is_refused():
