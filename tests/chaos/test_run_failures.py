@@ -34,6 +34,24 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_reason(runs: Runs) -
     assert "judge unreachable" in summary["failure"]
 
 
+def test_what_a_failed_run_leaves_quotes_no_secret_and_told_what_to_beware_of(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "unreachable")  # as if the judge's answer held the key
+    error = runs.failure(
+        "quoting",
+        "reward.score=tests.support.digits:always_raises",
+        "objective={kind: reinforce, behaviour_weight: full}",
+    )
+    assert "judge [redacted]" in str(error)
+    folder = runs.folder / "quoting"
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".seg"]
+    assert {"summary.json", "ledger.jsonl", "log.txt", "report.html"} <= {p.name for p in files}
+    assert [path.name for path in files if b"unreachable" in path.read_bytes()] == []
+    assert "judge [redacted]" in json.loads((folder / "summary.json").read_text())["failure"]
+    assert "caution: objective: loss 'reinforce'" in events_of(folder)
+
+
 def test_after_a_failed_run_nothing_is_left_and_the_next_one_starts(runs: Runs) -> None:
     """And in that next one a fifth of the agents raise: every step is full all the same."""
     from ray.util.placement_group import placement_group_table
