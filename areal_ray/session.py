@@ -138,8 +138,7 @@ class Session:
 
     def run(self) -> Summary:
         """To the end, whatever it is; `error` is what it failed with."""
-        recipe = self.recipe
-        with run_log(recipe.folder, run=recipe.run_name, secrets=environment_secrets()):
+        with run_log(self.recipe.folder, run=self.recipe.run_name, secrets=environment_secrets()):
             try:
                 return self._conclude(self._run())
             finally:
