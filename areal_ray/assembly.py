@@ -3,19 +3,22 @@
 Each start function spawns every actor first, so that they load side by side, then introduces them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_ray.actors import ActorGraph
-from areal_ray.agents.task_stream import TaskStream, fit_prompts, load_tasks
+from areal_ray.agents.task_stream import TasksConfig, TaskStream, fit_prompts, load_tasks
+from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.algorithms.shaping import shape_levels
 from areal_ray.core.gate import AdmissionGate
 from areal_ray.core.journal import JOURNAL_FOLDER, LedgerJournal, SegmentKeeper
 from areal_ray.core.ledger import Ledger
 from areal_ray.core.queue import TrajectoryQueue
 from areal_ray.core.task import Task
-from areal_ray.core.verdict import FailureGuard
-from areal_ray.gateway.template import ChatTemplate
+from areal_ray.core.verdict import Comparison, FailureGuard
+from areal_ray.gateway.template import model_context_tokens, prompt_counter
 from areal_ray.recipe import Recipe
 from areal_ray.records import Records
 from areal_ray.run import PairRun, Run, SftRun
@@ -48,7 +51,7 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     agents = graph.agents("agent", rollouts, recipe.rollout.sampling)
     rewards = graph.rewards() if recipe.reward is not None else None
     sync = SyncService(sync_handle, patience_s=recipe.deadlines.start_s, tell=records.event)
-    evaluation = None if rewards is None else _evaluation(graph, rewards, sync)
+    evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
     own = evaluation.fleets if evaluation is not None else []
     await graph.wait_until_loaded(learners)
     names = learners.names()
@@ -68,11 +71,16 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
         deadlines=recipe.deadlines,
         telemetry=recipe.telemetry,
         admission=admission,
-        tasks=TaskStream(_tasks(graph), seed=recipe.seed, shuffle=recipe.tasks.shuffle),
+        tasks=TaskStream(
+            _fitted(graph, recipe.tasks, "tasks", records.event),
+            seed=recipe.seed,
+            shuffle=recipe.tasks.shuffle,
+        ),
         gate=AdmissionGate(admission, version=begin.version),
         queue=TrajectoryQueue(admission, capacity=_queue_capacity(recipe)),
         ledger=ledger,
         guard=FailureGuard(admission),
+        comparison=comparison_of(recipe.objective),
         segments=SegmentKeeper(Path(graph.journal)),
         agents=AgentService(agents, tracker, n_samples=admission.n_samples, seed=recipe.seed),
         rewards=_scoring(recipe, rewards, tracker),
@@ -126,7 +134,7 @@ async def _learners_alone(graph: ActorGraph, steps: int) -> dict[str, Any]:
     }
 
 
-async def start_eval(graph: ActorGraph) -> EvaluationService:
+async def start_eval(graph: ActorGraph, tell: Callable[[str], None]) -> EvaluationService:
     """Rollout, agent and reward actors that score one model."""
     recipe = graph.recipe
     assert recipe.evaluation is not None
@@ -137,7 +145,7 @@ async def start_eval(graph: ActorGraph) -> EvaluationService:
     await graph.wait_until_loaded(None)
     return EvaluationService(
         recipe.evaluation,
-        _held_out(graph),
+        _held_out(graph, tell),
         replica=None,
         agents=agents,
         rewards=rewards,
@@ -147,12 +155,23 @@ async def start_eval(graph: ActorGraph) -> EvaluationService:
     )
 
 
+def comparison_of(objective: ObjectiveConfig) -> Comparison:
+    """How the objective compares siblings, for the filter of groups that teach nothing."""
+    return Comparison(
+        objective.min_reward_spread,
+        objective.mask_truncated,
+        partial(shape_levels, config=objective.reward_shaping),
+    )
+
+
 def _scoring(recipe: Recipe, rewards: Fleet | None, tracker: Tracker) -> RewardService | None:
     """What scores the episodes that are trained on, in kinds where anything does."""
     return RewardService(rewards, tracker) if rewards is not None and recipe.parts.scores else None
 
 
-def _evaluation(graph: ActorGraph, rewards: Fleet, sync: SyncService) -> EvaluationService | None:
+def _evaluation(
+    graph: ActorGraph, rewards: Fleet, sync: SyncService, tell: Callable[[str], None]
+) -> EvaluationService | None:
     recipe = graph.recipe
     if recipe.evaluation is None:
         return None
@@ -160,7 +179,7 @@ def _evaluation(graph: ActorGraph, rewards: Fleet, sync: SyncService) -> Evaluat
     replicas = graph.rollouts(EVALUATION, pinned=True)
     return EvaluationService(
         recipe.evaluation,
-        _held_out(graph),
+        _held_out(graph, tell),
         replica=replicas,
         agents=graph.agents(EVALUATION_AGENT, replicas, sampling),
         rewards=rewards,
@@ -170,20 +189,27 @@ def _evaluation(graph: ActorGraph, rewards: Fleet, sync: SyncService) -> Evaluat
     )
 
 
-def _tasks(graph: ActorGraph) -> Sequence[Task]:
-    config = graph.recipe.tasks
-    assert config is not None
-    tasks = load_tasks(config, graph.roots, where="tasks")
-    if config.max_prompt_tokens is None:
-        return tasks
-    template = ChatTemplate.from_folder(graph.begin.model_path)
-    return fit_prompts(tasks, config, template.count_prompt_tokens).tasks
+def _fitted(
+    graph: ActorGraph, config: TasksConfig, where: str, tell: Callable[[str], None]
+) -> Sequence[Task]:
+    """The tasks of a section, those with too long a prompt as it says."""
+    model_path = graph.begin.model_path
+    window = graph.recipe.rollout.engine.max_context_tokens or model_context_tokens(model_path)
+    tasks = load_tasks(config, graph.roots, where=where)
+    count = prompt_counter(model_path)
+    kept = fit_prompts(tasks, config, count, window_tokens=window, where=where)
+    if kept.num_dropped or kept.num_cut:
+        tell(
+            f"{where}: of {len(tasks)} prompts {kept.num_dropped} are left out and {kept.num_cut} "
+            f"cut, since they are too long ({where}.overlong = {config.overlong})"
+        )
+    return kept.tasks
 
 
-def _held_out(graph: ActorGraph) -> Sequence[Task]:
+def _held_out(graph: ActorGraph, tell: Callable[[str], None]) -> Sequence[Task]:
     evaluation = graph.recipe.evaluation
     assert evaluation is not None
-    return load_tasks(evaluation.tasks, graph.roots, where="evaluation.tasks")
+    return _fitted(graph, evaluation.tasks, "evaluation.tasks", tell)
 
 
 def ledger_of(recipe: Recipe) -> tuple[Ledger, LedgerJournal]:

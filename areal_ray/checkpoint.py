@@ -9,8 +9,7 @@ One process writes at a time (the run folder is locked); any may read.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_ray.core.config import Config
-from areal_ray.errors import DataError
+from areal_ray.core.storage import writing
 
 STATE_FILE = "run_state.json"
 """What the driver goes on from: step, version, task cursor, counters, seeds."""
@@ -78,12 +77,12 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into; `commit` makes it count."""
-        writing = self._folder / f"{_WRITING}{step:06d}"
-        with _naming(self._folder):
+        draft = self._folder / f"{_WRITING}{step:06d}"
+        with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            writing.mkdir()
-        return writing
+            draft.mkdir()
+        return draft
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Add `state` to what was written since `begin(step)`, and make it the newest checkpoint.
@@ -91,19 +90,19 @@ class Checkpoints:
         Older ones beyond `keep` are removed after that.
 
         Raises:
-            DataError: The disk did not take it; the previous checkpoints are untouched.
+            StorageError: The disk did not take it; the previous checkpoints are untouched.
             ValueError: `state` is not JSON (NaN and infinities are not).
         """
-        writing, final = self._folder / f"{_WRITING}{step:06d}", self._path(step)
+        draft, final = self._folder / f"{_WRITING}{step:06d}", self._path(step)
         text = json.dumps(state, indent=1, allow_nan=False)
-        with _naming(self._folder):
-            (writing / STATE_FILE).write_text(text, encoding="utf-8")
-            _write_list(writing)
-            for path in [*writing.rglob("*"), writing]:
+        with writing(draft):
+            (draft / STATE_FILE).write_text(text, encoding="utf-8")
+            _write_list(draft)
+            for path in [*draft.rglob("*"), draft]:
                 _flush(path)
             if final.exists():  # a run that went back to an earlier step comes by again
                 final.rename(self._folder / f"{_REMOVING}{final.name}")
-            writing.rename(final)
+            draft.rename(final)
             _flush(self._folder)
             self._point_to(final)
             self._remove_old()
@@ -193,15 +192,3 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Turns what the operating system says into a DataError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{folder}: a checkpoint could not be written: {error}; earlier ones are untouched. "
-            "Make room, or set cluster.fileroot to a folder that can be written."
-        ) from error

@@ -70,12 +70,14 @@ def train(
     """Run a recipe to its end: a table while it goes, then a summary and a report."""
     from areal_ray.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
     if smoke:
-        from areal_ray.smoke import smoke_recipe
+        from areal_ray.smoke import load_to_smoke, smoke_recipe
 
+        loaded = load_to_smoke(recipe, overrides or ())
         loaded = smoke_recipe(loaded, overrides or (), tell=_complain)
         overwrite = not resume  # nobody misses the one before
+    else:
+        loaded = load_recipe(recipe, overrides or ())
     _go(loaded, overwrite=overwrite, resume=resume, print_config=print_config)
 
 

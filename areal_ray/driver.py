@@ -67,11 +67,13 @@ async def collect(run: Run, lease: Lease) -> None:
         made, payload = await run.agents.run_group(lease)
         scored, payload = await run.score(lease, made, payload)
     except ActorLost as lost:
-        # One death takes many groups along; only who loses its actor again counts as a failure.
-        await fail(run, lease, f"actor lost: {lost}", is_counted=lease.attempt > 0)
+        lost_s = time.monotonic()
+        reason = await give_back(run, lease, f"actor lost: {lost}")
+        if lease.attempt > 0:  # one death is nobody's fault; who loses its actor again counts
+            run.guard.lost(lease.admitted_s, lost_s, reason)
         return
     run.records.collected(made, scored)
-    verdict = judge(made, scored, run.admission)
+    verdict = judge(made, scored, run.admission, run.comparison)
     if verdict.is_failure:
         await fail(run, lease, verdict.reason)
     elif verdict.is_drop:
@@ -86,12 +88,18 @@ async def collect(run: Run, lease: Lease) -> None:
         run.guard.succeeded()
 
 
-async def fail(run: Run, lease: Lease, reason: str, *, is_counted: bool = True) -> None:
-    """End a group without a usable result; its task is tried again unless it used its attempts up.
+async def fail(run: Run, lease: Lease, reason: str) -> None:
+    """Give a group back that failed by itself.
 
     Raises:
         TooManyFailures: Failing has become the rule.
     """
+    run.guard.failed(await give_back(run, lease, reason))
+
+
+async def give_back(run: Run, lease: Lease, reason: str) -> str:
+    """End a group without a usable result; its task is tried again unless it used its attempts up,
+    and its admission is free for another. Returns the reason without secrets, as it is told."""
     reason = redact(reason, run.secrets)
     run.ledger.fail(lease.group_id, reason)
     run.records.failed(lease, reason)
@@ -99,8 +107,7 @@ async def fail(run: Run, lease: Lease, reason: str, *, is_counted: bool = True) 
         run.tasks.retry(lease.task.id, lease.epoch, lease.attempt)
     await run.queue.forget(lease.group_id)
     await run.gate.fail()
-    if is_counted:
-        run.guard.failed(reason)
+    return reason
 
 
 async def learn(run: Run) -> None:

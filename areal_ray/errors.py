@@ -41,6 +41,10 @@ class DeadlineExceeded(ArealRayError):
     """A wait outlived its deadline; says what was waited for and who owed it."""
 
 
+class StorageError(ArealRayError):
+    """A file of the run could not be written: a full disk, a folder that went away; names it."""
+
+
 class PublishError(ArealRayError):
     """New weights did not reach the fleet; the committed version is unchanged."""
 

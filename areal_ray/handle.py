@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_ray.errors import ArealRayError
 from areal_ray.preflight import preflight
 from areal_ray.recipe import Recipe, load_recipe
 from areal_ray.run_folder import RunStatus, read_status
@@ -105,4 +106,7 @@ class RunHandle:
         self._session.stop()
 
     def _work(self) -> None:
-        self._summary = self._session.run()
+        try:
+            self._summary = self._session.run()
+        except ArealRayError as error:  # log.txt could not even be opened
+            self._session.error = error

@@ -25,6 +25,11 @@ class Parts:
     scores: bool = True
     """Rewards score the episodes that are trained on, not held-out ones alone."""
 
+    @property
+    def has_versions(self) -> bool:
+        """Whether anybody samples from its weights; a run without rollouts has steps alone."""
+        return self.samples
+
 
 _KINDS: dict[str, Parts] = {
     "rl": Parts(

@@ -14,8 +14,9 @@ from typing import Any
 
 from areal_ray.agents.episode import check_agent
 from areal_ray.agents.task_stream import TasksConfig, fit_prompts, load_tasks
+from areal_ray.core.context_window import LARGEST_TOKENS
 from areal_ray.core.imports import resolve
-from areal_ray.core.task import Task
+from areal_ray.core.task import Task, sending_problem
 from areal_ray.core.typed_yaml import untyped_values
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
@@ -268,14 +269,11 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
             ),
         )
     for where, config, given in loaded:
-        yield from _message_problems(f"{where}.source: {config.source}", given)
-    limited = [entry for entry in loaded if entry[1].max_prompt_tokens is not None]
-    if not limited or not (Path(recipe.model_path) / "config.json").is_file():
-        return  # nothing to count, or nothing to count with yet
-    from areal_ray.gateway.template import ChatTemplate
-
-    problems = _caught("model.path", lambda: _count(limited, ChatTemplate, recipe.model_path))
-    yield from problems
+        source = f"{where}.source: {config.source}"
+        yield from _message_problems(source, given)
+        yield from _sending_problems(source, given)
+    if loaded and (Path(recipe.model_path) / "config.json").is_file():  # else nothing to count with
+        yield from _caught("model.path", lambda: _count(recipe, loaded))
 
 
 def _message_problems(where: str, tasks: Sequence[Task]) -> list[str]:
@@ -289,12 +287,26 @@ def _message_problems(where: str, tasks: Sequence[Task]) -> list[str]:
     return []
 
 
-def _count(
-    limited: list[tuple[str, TasksConfig, list[Task]]], template: Any, model_path: str
-) -> None:
-    count = template.from_folder(model_path).count_prompt_tokens
-    for _, config, tasks in limited:
-        fit_prompts(tasks, config, count)
+def _sending_problems(where: str, tasks: Sequence[Task]) -> Iterator[str]:
+    """The first task that no actor could be sent."""
+    if sending_problem(tasks) is None:
+        return
+    # Ray's own pickling takes more (lambdas, local classes), but importing it takes seconds.
+    from areal_ray.runtime.fleet import unsendable_task
+
+    told = unsendable_task(tasks)
+    if told is not None:
+        yield f"{where}: {told}."
+
+
+def _count(recipe: Recipe, loaded: list[tuple[str, TasksConfig, list[Task]]]) -> None:
+    from areal_ray.gateway.template import prompt_counter, said_context_tokens
+
+    said = said_context_tokens(Path(recipe.model_path))
+    window = recipe.rollout.engine.max_context_tokens or min(said, LARGEST_TOKENS)
+    count = prompt_counter(recipe.model_path)
+    for where, config, tasks in loaded:
+        fit_prompts(tasks, config, count, window_tokens=window, where=where)
 
 
 def _caught(where: str, check: Callable[[], Any]) -> list[str]:

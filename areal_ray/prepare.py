@@ -35,7 +35,8 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
             "--overwrite, and checkpoint.every_steps small enough to leave one"
         )
     state = found.checkpoint.state
-    tell(f"resumes after step {state['step']}, at version {state['version']}")
+    version = f", at version {state['version']}" if recipe.parts.has_versions else ""
+    tell(f"resumes after step {state['step']}{version}")
     folder = str(found.checkpoint.folder.resolve())
     return StartPoint(
         folder,

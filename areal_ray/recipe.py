@@ -254,8 +254,16 @@ def absolute_path(model_path: str) -> str:
     return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: Path | str, overrides: Sequence[str] = (), *, is_checked: bool = True
+) -> Recipe:
     """The recipe of a file with `key=value` overrides applied in order.
+
+    Args:
+        path: The file.
+        overrides: Of the command line.
+        is_checked: False for a recipe that something will be changed in yet: each key must be
+            sound by itself, but they need not go together.
 
     Raises:
         RecipeError: all that is wrong with it, one line each.
@@ -266,10 +274,16 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise RecipeError(f"{path}: {reason}; must be a recipe (YAML). Check the path.") from error
-    return parse_recipe(text, overrides, origin=path)
+    return parse_recipe(text, overrides, origin=path, is_checked=is_checked)
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: Path | None = None) -> Recipe:
+def parse_recipe(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    origin: Path | None = None,
+    is_checked: bool = True,
+) -> Recipe:
     """The recipe of a YAML text; see `load_recipe`."""
     where = origin.name if origin is not None else "recipe"
     problems: list[str] = []
@@ -287,7 +301,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: Path | Non
             continue
         assert isinstance(changed, yaml_tree.Mapping)
         tree = changed
-    recipe = typed_yaml.read_config(tree, Recipe)
+    recipe = typed_yaml.read_config(tree, Recipe, is_checked=is_checked)
     if isinstance(recipe, list):
         problems += recipe
     if problems or isinstance(recipe, list):

@@ -207,7 +207,7 @@ class Records:
         row = self._close_row(step, 0, time.monotonic())
         self._shown = {"step": step, "loss": row.get("learner/loss")}
         self._progress.on_step(
-            StepView(step=step, version=0, step_s=row["time/step_s"], loss=row.get("learner/loss"))
+            StepView(step=step, step_s=row["time/step_s"], loss=row.get("learner/loss"))
         )
 
     def compared(self, step: int, seen: PairEvaluation) -> None:
@@ -215,7 +215,6 @@ class Records:
         self._log.log(step, 0, seen.metrics(), kind="eval")
         view = EvalView(
             step=step,
-            version=0,
             accuracy=seen.accuracy,
             episodes=seen.num_pairs,
             wall_s=seen.seconds,

@@ -12,7 +12,7 @@ from areal_ray.core.journal import JournalPlace, SegmentKeeper
 from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.queue import Ticket, TrajectoryQueue
 from areal_ray.core.summaries import GroupSummary, ScoreSummary, unscored
-from areal_ray.core.verdict import FailureGuard
+from areal_ray.core.verdict import Comparison, FailureGuard
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftPhase
@@ -134,6 +134,7 @@ class Run(LearnerRun):
     queue: TrajectoryQueue[Any]
     ledger: Ledger
     guard: FailureGuard
+    comparison: Comparison
     segments: SegmentKeeper
     agents: AgentService
     rewards: RewardService | None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_ray.core.storage import replace_text, writing
 from areal_ray.errors import RecipeError
 
 RECIPE_FILE = "recipe.yaml"
@@ -96,18 +97,19 @@ class RunFolder:
             problem = None if resume else conflict(self.path, overwrite=overwrite)
             if problem is not None:
                 raise RecipeError(problem)
-            if resume:  # its summary is of an earlier end
-                (self.path / _SUMMARY_FILE).unlink(missing_ok=True)
-            else:
-                _empty(self.path)
-            _write(self.path / RECIPE_FILE, recipe_yaml)
+            with writing(self.path):
+                if resume:  # its summary is of an earlier end
+                    (self.path / _SUMMARY_FILE).unlink(missing_ok=True)
+                else:
+                    _empty(self.path)
+            replace_text(self.path / RECIPE_FILE, recipe_yaml)
         except BaseException:
             self.release()
             raise
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json; a reader sees the old or the new one, whole."""
-        _write(self.path / STATUS_FILE, json.dumps({**status, "written_at_s": time.time()}))
+        replace_text(self.path / STATUS_FILE, json.dumps({**status, "written_at_s": time.time()}))
 
     def release(self) -> None:
         """Let go of the folder; the run is over."""
@@ -231,9 +233,3 @@ def _empty(path: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

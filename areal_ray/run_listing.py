@@ -38,9 +38,10 @@ def describe_run(folder: Path) -> str:
         lines += [f"{name:<8} {told}" for name, told in _flat(known.status) if told != ""]
         return "\n".join(lines)
     if summary:
+        version = "" if summary["version"] is None else f", version {summary['version']}"
         lines.append(
             f"steps    {summary['steps']} of {summary['planned_steps']} in "
-            f"{duration_text(summary['wall_s'])}, version {summary['version']}"
+            f"{duration_text(summary['wall_s'])}{version}"
         )
         for name, section, first, last in (
             ("reward", "reward", "first", "last"),
@@ -73,7 +74,7 @@ def _row(folder: Path) -> tuple[str, ...]:
         folder.name,
         state_of(folder),
         f"{step} of {planned}" if step is not None else _UNKNOWN,
-        str(now.get("version", _UNKNOWN)),
+        _UNKNOWN if now.get("version") is None else str(now["version"]),
         _number((summary.get("reward") or {}).get("last")),
         _number((summary.get("eval") or {}).get("after")),
         f"{duration_text(age_s)} ago",

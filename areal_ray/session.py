@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from areal_ray.actors import ActorGraph, StartPoint
@@ -21,7 +20,8 @@ from areal_ray.assembly import ledger_of, start_eval, start_pairs, start_rl, sta
 from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, prefer, train
-from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError
+from areal_ray.ending import close_records, report_on, root_cause, summary_of
+from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError, StorageError
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
@@ -30,18 +30,10 @@ from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
 from areal_ray.runtime.param_sync_actor import Committed
-from areal_ray.telemetry.log import redact, run_log
+from areal_ray.telemetry.log import run_log
 from areal_ray.telemetry.progress import Progress, open_progress
-from areal_ray.telemetry.report import write_report
-from areal_ray.telemetry.rows import keep_rows_through
-from areal_ray.telemetry.sinks import METRICS_FILE, MetricLog, Sink, open_metric_log
-from areal_ray.telemetry.summary import (
-    RunEnd,
-    RunOutcome,
-    Summary,
-    summarize,
-    write_summary,
-)
+from areal_ray.telemetry.sinks import MetricLog, Sink, open_metric_log
+from areal_ray.telemetry.summary import RunOutcome, Summary, write_summary
 from areal_ray.telemetry.tally import RunTally
 from areal_ray.telemetry.views import Header
 from areal_ray.telemetry.waits import WaitBoard
@@ -172,6 +164,8 @@ class Session:
             # What asked us to stop may have ended the actors by itself.
             self._progress.on_event(f"stopped without a last checkpoint: {error}")
             return "stopped"
+        if self.error is not None:  # what ended the run is the cause, not what followed
+            return "failed"
         self.error = error
         if not isinstance(error, ArealRayError):
             _log.error("%s", "".join(traceback.format_exception(error)))
@@ -259,7 +253,7 @@ class Session:
 
     async def _eval(self, graph: ActorGraph, begin: StartPoint) -> None:
         records = self._open_records(begin, None)
-        service = await start_eval(graph)
+        service = await start_eval(graph, records.event)
         self._begin(0, begin)
         records.evaluated(await service.score(Pinned(begin.step, Committed(begin.version))))
 
@@ -305,59 +299,27 @@ class Session:
 
     def _conclude(self, outcome: RunOutcome) -> Summary:
         """Summary and report, for a run that never began too."""
-        recipe, records, state = self.recipe, self._records, self._state
+        folder, records = self.recipe.folder, self._records
         begin = self._begin_point or StartPoint("")
-        if records is not None:
-            records.close()
-        elif begin.checkpoint:  # as the records would have done, so that all numbers agree
-            keep_rows_through(recipe.folder / METRICS_FILE, begin.step)
         tally = records.tally if records is not None else RunTally.of_state(begin.state)
-        bound = recipe.admission.max_head_offpolicyness if recipe.admission else None
-        end = RunEnd(
-            name=recipe.run_name,
-            kind=recipe.kind,
-            outcome=outcome,
-            planned_steps=max(state.steps, state.step) if state else recipe.steps,  # or prolonged
-            version=state.version if state else begin.version,
-            wall_s=round(time.monotonic() - self._began, 3),
-            seed=recipe.seed,
-            failure=redact(failure_text(self.error), environment_secrets()),
-            staleness_bound=bound if isinstance(bound, int) else None,
-            **tally.end_facts(),
-        )
-        summary = summarize(recipe.folder, end)
-        write_summary(recipe.folder, summary)
-        self._progress.stop(
-            summary, _report(recipe.folder, self._progress) if records is not None else None
-        )
+        try:
+            close_records(folder, records, begin)
+        except StorageError as error:
+            outcome = self._fail(error)
+        how: dict[str, Any] = {
+            "began_s": self._began,
+            "begin": begin,
+            "state": self._state,
+            "tally": tally,
+        }
+        summary = summary_of(self.recipe, outcome, self.error, **how)
+        try:
+            write_summary(folder, summary)
+        except StorageError as error:
+            summary = summary_of(self.recipe, self._fail(error), self.error, **how)
+        report = report_on(folder, self._progress) if records is not None else None
+        self._progress.stop(summary, report)
         return summary
-
-
-def _report(folder: Path, progress: Progress) -> Path | None:
-    try:
-        return write_report(folder)
-    except (ArithmeticError, LookupError, TypeError, ValueError, OSError) as error:
-        # A page that cannot be drawn must not cost the run its outcome.
-        _log.error("%s", "".join(traceback.format_exception(error)))
-        progress.on_event(f"report.html not written: {type(error).__name__}: {error}")
-        return None
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The exception that ended a run, out of the groups that asyncio wraps around it."""
-    while isinstance(error, BaseExceptionGroup):
-        causes = [e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)]
-        # A failure that names its reason beats the deaths that followed from it.
-        causes.sort(key=lambda cause: isinstance(cause, ActorLost))
-        error = causes[0] if causes else error.exceptions[0]
-    return error
-
-
-def failure_text(error: BaseException | None) -> str:
-    """What a run failed with, as a user should read it."""
-    if error is None:
-        return ""
-    return str(error) if isinstance(error, ArealRayError) else f"{type(error).__name__}: {error}"
 
 
 def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:

@@ -7,12 +7,13 @@ same form where a source cannot be reached; two steps of two groups on the CPU.
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_ray.agents import sample_rows
 from areal_ray.engines.tiny_model import TEACHER_FOLDER
 from areal_ray.errors import RecipeError
-from areal_ray.recipe import REWARD_MODEL, Recipe, parse_recipe
+from areal_ray.recipe import REWARD_MODEL, Recipe, load_recipe, parse_recipe
 
 _MODEL = "{fileroot}/smoke-model"
 _ROWS = "areal_ray.agents.sample_rows"
@@ -24,11 +25,27 @@ Changes = dict[str, Any]
 Tell = Callable[[str], None]
 
 
+def load_to_smoke(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file, for `smoke_recipe`: overrides may fit what is made tiny alone.
+
+    Raises:
+        RecipeError: The file is wrong by itself, or an override is.
+    """
+    try:
+        return load_recipe(path, overrides)
+    except RecipeError as error:
+        try:
+            load_recipe(path)
+        except RecipeError:
+            raise error from None
+    return load_recipe(path, overrides, is_checked=False)
+
+
 def smoke_recipe(recipe: Recipe, overrides: Sequence[str] = (), *, tell: Tell = print) -> Recipe:
     """The recipe, made tiny; nothing but its data sources is read.
 
     Args:
-        recipe: As loaded.
+        recipe: As loaded, with the overrides.
         overrides: `key=value` that win over what is made tiny.
         tell: Takes a line for each source that cannot be reached.
 
@@ -42,8 +59,38 @@ def smoke_recipe(recipe: Recipe, overrides: Sequence[str] = (), *, tell: Tell = 
         **_given(recipe, tell),
         **_tasks(recipe, tell),
     }
+    changes |= _fitting(recipe, changes, overrides)
     values = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    return parse_recipe(recipe.to_yaml(), [*values, *overrides], origin=recipe.origin)
+    last = [override for override in overrides if not _is_held(override, changes)]
+    return parse_recipe(recipe.to_yaml(), [*values, *last], origin=recipe.origin)
+
+
+def _fitting(recipe: Recipe, changes: Changes, overrides: Sequence[str]) -> Changes:
+    """What is made tiny must go together with what the user says of its neighbours."""
+
+    def is_said(key: str) -> bool:
+        said = (override.partition("=")[0] for override in overrides)
+        return any(key == name or key.startswith(f"{name}.") for name in said)
+
+    fitting: Changes = {}
+    admission, minibatches = recipe.admission, "learner.ppo_n_minibatches"
+    if admission is None:
+        return fitting
+    groups = admission.groups_per_step
+    if is_said("admission.groups_per_step") and groups % changes[minibatches]:
+        fitting[minibatches] = 1
+    needed = "admission.min_scored_samples"
+    if is_said("admission.n_samples") and needed in changes:
+        fitting[needed] = min(changes[needed], admission.n_samples)
+    return fitting
+
+
+def _is_held(override: str, changes: Changes) -> bool:
+    """Whether what is made tiny holds the override already: a data source, a reward or their
+    arguments, which it calls in turn."""
+    key = override.partition("=")[0]
+    called = [name for name in changes if name.endswith((".source", ".args", ".score"))]
+    return any(key == name or key.startswith(f"{name}.") for name in called)
 
 
 def _everywhere(recipe: Recipe) -> Changes:

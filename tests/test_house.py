@@ -26,7 +26,7 @@ FLOORS = [
     {"runtime"},
     {
         *("driver", "recipe", "run", "records", "handle", "assembly", "prepare"),
-        *("preflight", "plan", "run_listing", "actors", "session", "kinds", "smoke"),
+        *("preflight", "plan", "run_listing", "actors", "session", "ending", "kinds", "smoke"),
         *("model_function", "model_check"),
     },
     {"cli"},

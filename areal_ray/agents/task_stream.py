@@ -37,7 +37,7 @@ class TasksConfig(Config):
     limit: int | None = Field(None, ge=1)
     """Use the first so many tasks only; null = all."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest rendered prompt; null = whatever the model's context window holds."""
+    """Longest rendered prompt; null = whatever the context window holds beside one token."""
     overlong: Literal["error", "filter", "left", "right"] = "error"
     """A longer prompt stops the run, is left out, or loses words from the left or the right end of
     its last user message."""
@@ -101,38 +101,79 @@ def load_tasks(
     return tasks
 
 
-def fit_prompts(tasks: Sequence[Task], config: TasksConfig, count: CountTokens) -> Kept:
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Longest prompt, and who says so."""
+
+    tokens: int
+    told: str
+    is_exact: bool = True
+    """Whether every prompt is counted; else those alone that may be too long."""
+
+
+def fit_prompts(
+    tasks: Sequence[Task],
+    config: TasksConfig,
+    count: CountTokens,
+    *,
+    window_tokens: int = 0,
+    where: str = "tasks",
+) -> Kept:
     """Apply `max_prompt_tokens` as `overlong` says.
+
+    Args:
+        tasks: As loaded.
+        config: Their section.
+        count: Not called for prompts that cannot fill the window.
+        window_tokens: Prompt and sampled tokens that an engine holds; 0 = not known.
+        where: Key of the section.
 
     Raises:
         DataError: A prompt is too long under `error` (its row is named), or nothing is left.
     """
-    limit = config.max_prompt_tokens
+    limit = _limit(config, window_tokens, where)
     if limit is None:
         return Kept(tuple(tasks))
     kept: list[Task] = []
     num_dropped = num_cut = 0
     for row, task in enumerate(tasks):
+        if not limit.is_exact and _num_bytes(task) <= limit.tokens // 2:
+            kept.append(task)  # the other half is for the template's own words
+            continue
         length = count(task.messages)
-        if length <= limit:
+        if length <= limit.tokens:
             kept.append(task)
         elif config.overlong == "error":
             raise DataError(
-                f"tasks row {row} ('{task.id}'): prompt of {length} tokens; "
-                f"tasks.max_prompt_tokens = {limit}. Raise it, or set tasks.overlong to filter, "
-                "left or right"
+                f"{where} row {row} ('{task.id}'): prompt of {length} tokens; {limit.told} = "
+                f"{limit.tokens}. Raise it, or set {where}.overlong to filter, left or right"
             )
         elif config.overlong == "filter":
             num_dropped += 1
         else:
-            kept.append(_cut(task, row, limit, config.overlong, count))
+            kept.append(_cut(task, f"{where} row {row} ('{task.id}')", limit, config, count))
             num_cut += 1
     if not kept:
         raise DataError(
-            f"tasks: 0 of {len(tasks)} left, {num_dropped} dropped: all prompts are longer than "
-            f"tasks.max_prompt_tokens = {limit}"
+            f"{where}: 0 of {len(tasks)} left, {num_dropped} dropped: all prompts are longer than "
+            f"{limit.told} = {limit.tokens}"
         )
     return Kept(tuple(kept), num_dropped, num_cut)
+
+
+def _limit(config: TasksConfig, window_tokens: int, where: str) -> _Limit | None:
+    said, room = config.max_prompt_tokens, window_tokens - 1
+    if said is not None and (said <= room or not window_tokens):
+        return _Limit(said, f"{where}.max_prompt_tokens")
+    if not window_tokens:
+        return None
+    told = "what the context window (rollout.engine.max_context_tokens) leaves a prompt"
+    return _Limit(room, told, is_exact=False)
+
+
+def _num_bytes(task: Task) -> int:
+    """Of the prompt's text; a token stands for at least one."""
+    return sum(len(str(part).encode()) for m in task.messages for part in m.values())
 
 
 class TaskStream:
@@ -250,33 +291,31 @@ def _check(task: Any, row: int, seen: set[str], where: str) -> None:
     seen.add(task.id)
 
 
-def _cut(task: Task, row: int, limit: int, side: str, count: CountTokens) -> Task:
+def _cut(task: Task, where: str, limit: _Limit, config: TasksConfig, count: CountTokens) -> Task:
     """The task with as many words of its last user message as fit, by bisection."""
+    exceeds = f"{where}: its prompt exceeds {limit.told} = {limit.tokens}"
     asked = [i for i, message in enumerate(task.messages) if message["role"] == "user"]
     last = asked[-1] if asked else 0
     text = task.messages[last]["content"]
     if not asked or not isinstance(text, str):
         raise DataError(
-            f"tasks row {row} ('{task.id}'): its prompt exceeds tasks.max_prompt_tokens = {limit} "
-            "and cannot be cut, since it has no user message of plain text. Set tasks.overlong to "
-            "filter"
+            f"{exceeds} and cannot be cut, since it has no user message of plain text. Set "
+            "overlong to filter"
         )
 
     def with_characters(length: int) -> Task:
-        part = (text[len(text) - length :] if side == "left" else text[:length]) if length else ""
+        is_left = config.overlong == "left"
+        part = (text[len(text) - length :] if is_left else text[:length]) if length else ""
         messages = list(task.messages)
         messages[last] = {**messages[last], "content": part}
         return replace(task, messages=tuple(messages))
 
-    if count(with_characters(0).messages) > limit:
-        raise DataError(
-            f"tasks row {row} ('{task.id}'): its prompt exceeds tasks.max_prompt_tokens = {limit} "
-            "even with an empty question"
-        )
+    if count(with_characters(0).messages) > limit.tokens:
+        raise DataError(f"{exceeds} even with an empty question")
     low, high = 0, len(text)
     while low < high:
         middle = (low + high + 1) // 2
-        if count(with_characters(middle).messages) <= limit:
+        if count(with_characters(middle).messages) <= limit.tokens:
             low = middle
         else:
             high = middle - 1

@@ -53,3 +53,15 @@ def shape_rewards(
         )
     shaped = (shaped + config.bias) * config.scaling
     return shaped if config.clip is None else np.clip(shaped, -config.clip, config.clip)
+
+
+def shape_levels(rewards: Sequence[float], config: RewardShapingConfig) -> list[float]:
+    """[E] the same without the length penalty: what tells siblings apart by what they achieved.
+
+    Args:
+        rewards: [E] as scored.
+        config: Bias, scale and bounds.
+    """
+    plain = config.model_copy(update={"overlong_tokens": None})
+    shaped: list[float] = shape_rewards(rewards, np.zeros(len(rewards), np.int64), plain).tolist()
+    return shaped

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from areal_ray.core.storage import writing
 from areal_ray.errors import DataError
 
 JOURNAL_FOLDER = "journal"
@@ -36,20 +37,27 @@ class LedgerJournal:
     """Appends events to `ledger.jsonl`; a line is on its way to disk when `append` returns."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _LEDGER_FILE
-        if path.exists():  # a line torn by a crash would take the next one with it
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        path = self._path = folder / _LEDGER_FILE
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            if path.exists():  # a line torn by a crash would take the next one with it
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            self._file: TextIO = path.open("a", encoding="utf-8")
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one event."""
-        self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
-        self._file.flush()
+        """Write one event.
+
+        Raises:
+            StorageError: The disk did not take it.
+        """
+        with writing(self._path):
+            self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 def resumption(step: int, version: int) -> dict[str, Any]:
@@ -92,21 +100,28 @@ class SegmentWriter:
     """Appends encoded groups to segment files of one writer."""
 
     def __init__(self, folder: Path, writer: str, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._writer, self._segment_bytes = folder, writer, segment_bytes
         self._file: BinaryIO | None = None
         self._name = ""
         self._next = 0
 
     def append(self, payload: bytes | memoryview) -> JournalPlace:
-        """Write one encoded group and say where it lies."""
+        """Write one encoded group and say where it lies.
+
+        Raises:
+            StorageError: The disk did not take it.
+        """
         if self._file is None or self._file.tell() >= self._segment_bytes:
-            self._open_next()
+            with writing(self._folder):
+                self._open_next()
         assert self._file is not None
-        offset = self._file.tell()
-        self._file.write(zlib.crc32(payload).to_bytes(4, "little"))
-        self._file.write(payload)
-        self._file.flush()
+        with writing(self._folder / self._name):
+            offset = self._file.tell()
+            self._file.write(zlib.crc32(payload).to_bytes(4, "little"))
+            self._file.write(payload)
+            self._file.flush()
         return JournalPlace(self._name, offset, len(payload))
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 LARGEST_REWARD = 1e18
@@ -27,3 +28,8 @@ def as_number(value: Any) -> float | None:
 def is_reward(value: float) -> bool:
     """Whether a number can be trained on: finite, and at most 1e18 either way."""
     return abs(value) <= LARGEST_REWARD  # False for NaN
+
+
+def is_flat(rewards: Sequence[float], min_spread: float) -> bool:
+    """Whether siblings' rewards are as good as equal, so that none did better than another."""
+    return not len(rewards) or max(rewards) - min(rewards) <= min_spread

@@ -62,8 +62,8 @@ class ScoreSummary:
     num_unscored: int
     failures: tuple[Failure, ...] = ()
     """Why episodes could not be scored."""
-    truncated: int = 0
-    """Scored episodes that a limit cut short."""
+    truncated: frozenset[int] = frozenset()
+    """Places in `rewards` of episodes that a limit cut short."""
     metrics: tuple[tuple[str, float, float], ...] = ()
     """(name, value, weight) that the group adds to the row of the step that trains on it."""
     place: JournalPlace | None = None
@@ -76,10 +76,13 @@ class ScoreSummary:
     needs_rewards: bool = True
     """False where nobody scores: an episode that ended well is usable as it is."""
 
-    @property
-    def scored_rewards(self) -> tuple[float, ...]:
-        """The rewards that mean something."""
-        return tuple(reward for reward in self.rewards if reward is not None)
+    def scored_rewards(self, *, with_truncated: bool = True) -> tuple[float, ...]:
+        """The rewards that mean something, those of episodes that a limit cut short or not."""
+        return tuple(
+            reward
+            for place, reward in enumerate(self.rewards)
+            if reward is not None and (with_truncated or place not in self.truncated)
+        )
 
 
 def unscored(made: GroupSummary) -> ScoreSummary:

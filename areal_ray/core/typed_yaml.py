@@ -29,9 +29,17 @@ _BOUNDS = {
 _KEYS_SHOWN = 8
 
 
-def read_config(tree: yaml_tree.Mapping, schema: type[ConfigT]) -> ConfigT | list[str]:
-    """The config that the tree describes, or all that is wrong with it, one line each."""
-    reader = _Reader(schema)
+def read_config(
+    tree: yaml_tree.Mapping, schema: type[ConfigT], *, is_checked: bool = True
+) -> ConfigT | list[str]:
+    """The config that the tree describes, or all that is wrong with it, one line each.
+
+    Args:
+        tree: What the user wrote.
+        schema: What it must be.
+        is_checked: Whether keys must go together, too; else each must only be sound by itself.
+    """
+    reader = _Reader(schema, is_checked)
     config = reader.read_section(tree, schema, "")
     return reader.problems if reader.problems else config
 
@@ -61,9 +69,10 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 class _Reader:
     """Walks tree and annotations together; `problems` fills up on the way."""
 
-    def __init__(self, root: type[BaseModel]) -> None:
+    def __init__(self, root: type[BaseModel], is_checked: bool) -> None:
         self.problems: list[str] = []
         self._root = root
+        self._is_checked = is_checked
 
     def read_section(self, node: Node, schema: type[BaseModel], key: str) -> Any:
         """The section as an instance of `schema`."""
@@ -86,6 +95,8 @@ class _Reader:
         try:
             section = schema.model_validate(values)
         except ValidationError as error:
+            if not self._is_checked and not invalid and _is_cross_check(error):
+                return schema.model_construct(**values)
             self._refuse_all(error, node, key, invalid)
             return _INVALID
         return _INVALID if invalid else section
@@ -301,6 +312,12 @@ def _show(node: Node) -> str:
     if node.is_null:
         return node.text or "empty"
     return repr(node.text) if node.is_quoted else node.text
+
+
+def _is_cross_check(error: ValidationError) -> bool:
+    """Whether each key is sound by itself: our own validators alone are not content."""
+    told = {fault["type"] for fault in error.errors(include_url=False)}
+    return told <= {"value_error", "assertion_error"}
 
 
 def _faults_told(fault: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,14 +1,24 @@
 """What becomes of a scored group, and when failing or filtering has become the rule."""
 
+import math
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from areal_ray.core.numeric import is_flat
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.errors import TooManyFailures
 
 EQUAL_REWARDS = "equal_rewards"
+TRUNCATED = "truncated"
 TOO_STALE = "too_stale"
+_WAYS_OUT = {
+    EQUAL_REWARDS: "The tasks are all solved or all out of reach: change the tasks, or set "
+    "admission.drop_equal_rewards=false",
+    TRUNCATED: "A limit cuts nearly all episodes short, and objective.mask_truncated leaves them "
+    "out: raise rollout.sampling.max_new_tokens or agent.max_turns, or set it to false",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +32,40 @@ class Verdict:
     reason: str = ""
 
 
-def judge(made: GroupSummary, scored: ScoreSummary, config: AdmissionConfig) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How the objective compares the siblings of a group; what is filtered must agree with it."""
+
+    min_spread: float
+    """Rewards that lie no further apart count as equal; in the unit of `shaped`."""
+    leaves_out_truncated: bool
+    """Episodes that a limit cut short do not count."""
+    shaped: Callable[[Sequence[float]], Sequence[float]] = tuple
+    """Rewards on the scale on which they are compared."""
+
+
+def judge(
+    made: GroupSummary, scored: ScoreSummary, config: AdmissionConfig, comparison: Comparison
+) -> Verdict:
     """Whether a scored group is trained on.
 
-    Rewards are looked at as scored, before any shaping: a length penalty must not make a group
-    look useful that is not.
+    What the objective leaves out, or cannot tell apart, is no difference here either; but for the
+    length penalty, which must not make a group look useful that is not.
     """
     if made.oldest_version < 0:
         return Verdict(is_failure=True, reason=_commonest(made, scored) or "nothing was sampled")
     if not scored.needs_rewards:
         is_failure = made.num_usable == 0
         return Verdict(is_failure, reason=_commonest(made, scored) if is_failure else "")
-    rewards = scored.scored_rewards
+    rewards = scored.scored_rewards()
     if len(rewards) < config.scored_samples_needed:
         return Verdict(
             is_failure=True, reason=_commonest(made, scored) or "no sibling has a reward"
         )
-    if config.drop_equal_rewards and min(rewards) == max(rewards):
-        return Verdict(is_drop=True, reason=EQUAL_REWARDS)
+    compared = scored.scored_rewards(with_truncated=not comparison.leaves_out_truncated)
+    if config.drop_equal_rewards and is_flat(comparison.shaped(compared), comparison.min_spread):
+        is_cut = len(compared) < 2 <= len(rewards)
+        return Verdict(is_drop=True, reason=TRUNCATED if is_cut else EQUAL_REWARDS)
     return Verdict()
 
 
@@ -59,6 +85,7 @@ class FailureGuard:
         window = max(8, 4 * config.groups_per_step)
         self._recent: deque[str] = deque(maxlen=window)
         self._refilled = 0
+        self._lost_s = -math.inf
 
     def succeeded(self) -> None:
         """A group was committed."""
@@ -85,6 +112,22 @@ class FailureGuard:
                 f"times: {reason}"
             )
 
+    def lost(self, admitted_s: float, lost_s: float, reason: str) -> None:
+        """A group went down with an actor. One death takes many along, and counts once.
+
+        Args:
+            admitted_s: When the group was admitted (monotonic clock). Before the last death that
+                was counted: it may have gone down with that one.
+            lost_s: When it was lost.
+            reason: Which actor, and why it died.
+
+        Raises:
+            TooManyFailures: As of `failed`.
+        """
+        if admitted_s > self._lost_s:
+            self._lost_s = lost_s
+            self.failed(reason)
+
     def refilled(self, reason: str) -> None:
         """A group was dropped since it teaches nothing, and another one is admitted for it.
 
@@ -96,7 +139,6 @@ class FailureGuard:
         if self._refilled >= budget:
             raise TooManyFailures(
                 f"{self._refilled} groups in a row were dropped ({reason}), the budget of one step "
-                f"(admission.max_refill_rounds = {self._config.max_refill_rounds}). The tasks are "
-                "all solved or all out of reach: change the tasks, or set "
-                "admission.drop_equal_rewards=false"
+                f"(admission.max_refill_rounds = {self._config.max_refill_rounds}). "
+                + _WAYS_OUT.get(reason, _WAYS_OUT[EQUAL_REWARDS])
             )

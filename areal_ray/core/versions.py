@@ -24,7 +24,8 @@ class AdmissionConfig(Config):
     """A group that would be too old when the learner takes it: drop it, wait so that it never
     gets that old, or mask its old tokens. Holds the bound in every case."""
     drop_equal_rewards: bool = False
-    """Leave out groups whose siblings all got the same reward, and admit others in their place."""
+    """Leave out groups whose siblings all got the same reward, as the objective compares them
+    (mask_truncated, min_reward_spread), and admit others in their place."""
     max_refill_rounds: int = Field(10, ge=1)
     """Steps' worth of groups that one step may lose to drop_equal_rewards before the run stops."""
     min_scored_samples: int | None = Field(None, ge=1)

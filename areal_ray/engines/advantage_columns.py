@@ -17,6 +17,7 @@ from areal_ray.algorithms.normalise import SumOverRanks, normalise
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import RewardShapingConfig
 from areal_ray.algorithms.shaping import shape_rewards
+from areal_ray.core.numeric import is_flat
 from areal_ray.engines.train_rows import Line, RowShare
 
 Column = NDArray[np.float64]
@@ -83,8 +84,7 @@ def _line_score(
 
 
 def _is_equal(rewards: Column, min_spread: float) -> bool:
-    known = rewards[~np.isnan(rewards)]
-    return not len(known) or float(known.max() - known.min()) <= min_spread
+    return is_flat(rewards[~np.isnan(rewards)].tolist(), min_spread)
 
 
 def _reward_sums(groups: Sequence[Column], objective: ObjectiveConfig) -> dict[str, float]:

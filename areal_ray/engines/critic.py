@@ -75,7 +75,7 @@ class Critic:
             total_steps: Of the run, for schedules that end.
             ranks: The other ranks.
         """
-        model = load_causal_model(path, engine)
+        model = load_causal_model(path, engine, key="critic.path")
         self._config = config
         self._total_steps = total_steps
         self._ranks = ranks

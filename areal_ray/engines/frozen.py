@@ -14,15 +14,16 @@ from areal_ray.engines.train_config import TorchTrainConfig
 class FrozenModel:
     """Log-probs of trained tokens under fixed weights, with the train engine's row packing."""
 
-    def __init__(self, path: Path | str, config: TorchTrainConfig) -> None:
+    def __init__(self, path: Path | str, config: TorchTrainConfig, *, key: str) -> None:
         """Load it.
 
         Args:
             path: Hugging Face folder or hub name.
             config: The train engine's: type, device, tokens of a pass.
+            key: Of the recipe, that names the path.
         """
         plain = config.model_copy(update={"gradient_checkpointing": False})
-        model = load_causal_model(path, plain)
+        model = load_causal_model(path, plain, key=key)
         model.requires_grad_(False)
         self._forward = RowForward(model, plain)
 

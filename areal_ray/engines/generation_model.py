@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.engines.cached_model import Forward
 from areal_ray.engines.lean_forward import LeanForward, why_not_lean
 from areal_ray.engines.model_files import (
@@ -20,8 +21,6 @@ from areal_ray.engines.model_files import (
 from areal_ray.engines.saved_config import read_saved_config
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.errors import EngineError
-
-_DEFAULT_WINDOW_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +100,16 @@ def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
 
 
 def _window(wanted: int, model_config: Any) -> int:
-    """Context window in tokens. A sliding window is not slid: sequences end at its size."""
-    allowed = int(getattr(model_config, "max_position_embeddings", 0) or _DEFAULT_WINDOW_TOKENS)
-    kinds = getattr(model_config, "layer_types", None)
-    sliding = getattr(model_config, "sliding_window", None)
-    if sliding and (kinds is None or "sliding_attention" in kinds):
-        allowed = min(allowed, int(sliding))
+    """Context window in tokens."""
+    names = ("max_position_embeddings", "sliding_window", "layer_types")
+    allowed = allowed_tokens(*(getattr(model_config, name, None) for name in names))
+    allowed = allowed or LARGEST_TOKENS
     if wanted > allowed:
         raise EngineError(
             f"max_context_tokens: is {wanted}, the model allows {allowed}; it must not exceed "
             "that. Lower it, or set 0 for what the model allows."
         )
-    return wanted or min(allowed, _DEFAULT_WINDOW_TOKENS)
+    return wanted or min(allowed, LARGEST_TOKENS)
 
 
 def _load_forward(

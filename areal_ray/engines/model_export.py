@@ -1,8 +1,12 @@
 """Writes a model as a folder that Hugging Face's Auto classes load."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from areal_ray.core.storage import refused, writing
 
 _BESIDE_WEIGHTS = (
     "tokenizer*",
@@ -46,3 +50,21 @@ class ModelExtras:
             AutoTokenizer.from_pretrained(self.source).save_pretrained(folder)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Around what writes weights and states into `folder`.
+
+    Raises:
+        StorageError: The disk did not take them, in whatever words the writer says so.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        with writing(folder):
+            yield
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise  # not torch's file writer
+        raise refused(folder, " ".join(str(error).split())[:200]) from error

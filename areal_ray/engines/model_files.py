@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
-def model_folder(path: str | Path) -> Path:
+def model_folder(path: str | Path, key: str = "model.path") -> Path:
     """The local folder of a model: itself, or the hub's cached copy of a `name/model`.
+
+    Args:
+        path: Folder or hub name.
+        key: Of the recipe, that names it.
 
     Raises:
         DataError: Neither a folder with a config.json nor a model the hub can deliver.
@@ -29,7 +33,7 @@ def model_folder(path: str | Path) -> Path:
         return folder
     if folder.exists() or len(folder.parts) != 2:
         raise DataError(
-            f"model.path: {str(path)!r} holds no config.json; it must be a Hugging Face model "
+            f"{key}: {str(path)!r} holds no config.json; it must be a Hugging Face model "
             "folder or a hub name. Check the path, or set model.create to make the model first."
         )
     from huggingface_hub import snapshot_download
@@ -39,7 +43,7 @@ def model_folder(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=list(_WANTED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise DataError(
-            f"model.path: {str(path)!r} is not a local folder and the hub did not deliver it "
+            f"{key}: {str(path)!r} is not a local folder and the hub did not deliver it "
             f"({type(error).__name__}). Download the model and give its folder."
         ) from error
 

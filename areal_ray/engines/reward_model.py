@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def load_score_model(path: Path | str, config: TorchTrainConfig) -> Any:
+def load_score_model(path: Path | str, config: TorchTrainConfig, *, key: str = "model.path") -> Any:
     """A reward model, ready to train; a new head is 0 where the checkpoint has none.
+
+    `key` of the recipe names it.
 
     Raises:
         EngineError: The folder holds no model, or not one of this kind.
@@ -32,12 +34,12 @@ def load_score_model(path: Path | str, config: TorchTrainConfig) -> Any:
 
     from areal_ray.engines.row_forward import load_model
 
-    folder = model_folder(path)
-    model = load_model(AutoModelForSequenceClassification, folder, config, num_labels=1)
+    folder = model_folder(path, key)
+    model = load_model(AutoModelForSequenceClassification, folder, config, key=key, num_labels=1)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise EngineError(
-            f"learner: the model at {path} has no linear head named 'score' as a sequence "
+            f"{key}: the model at {path} has no linear head named 'score' as a sequence "
             "classifier; a reward model must. Use a model of the Llama, Qwen, Mistral or Gemma "
             "family."
         )
@@ -112,7 +114,7 @@ def _scorer(path: str, device: str, dtype: str) -> Any:
     torch.set_num_threads(1)
     # The train engine computes in bfloat16 beside float32 weights; scoring needs no such weights.
     config = TorchTrainConfig(dtype="float32", device="cuda" if "cuda" in device else "cpu")
-    model = load_score_model(path, config)
+    model = load_score_model(path, config, key="reward.args.path")
     return model.to(torch.bfloat16) if dtype == "bfloat16" else model
 
 

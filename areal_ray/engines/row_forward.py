@@ -21,24 +21,29 @@ from areal_ray.errors import EngineError
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def load_causal_model(path: Path | str, config: TorchTrainConfig) -> Any:
-    """A Hugging Face causal language model, ready to train.
+def load_causal_model(
+    path: Path | str, config: TorchTrainConfig, *, key: str = "model.path"
+) -> Any:
+    """A Hugging Face causal language model, ready to train; `key` of the recipe names it.
 
     Raises:
         EngineError: The folder holds no model, or not one of this kind.
     """
     from transformers import AutoModelForCausalLM
 
-    return load_model(AutoModelForCausalLM, path, config)
+    return load_model(AutoModelForCausalLM, path, config, key=key)
 
 
-def load_model(kind: Any, path: Path | str, config: TorchTrainConfig, **fields: Any) -> Any:
+def load_model(
+    kind: Any, path: Path | str, config: TorchTrainConfig, *, key: str, **fields: Any
+) -> Any:
     """The same for any of Transformers' Auto classes.
 
     Args:
         kind: The Auto class.
         path: Folder or hub name.
         config: Type, device and checkpointing.
+        key: Of the recipe, that names the path.
         fields: Of the model's configuration.
 
     Raises:
@@ -51,9 +56,10 @@ def load_model(kind: Any, path: Path | str, config: TorchTrainConfig, **fields: 
     try:
         model: Any = kind.from_pretrained(path, dtype=weights, attn_implementation="sdpa", **fields)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        told = " ".join(str(error).split())
         raise EngineError(
-            f"learner: cannot load the model at {path}: {error}; it must be a Hugging Face causal "
-            "language model. Check model.path."
+            f"{key}: cannot load the model at {path}: {told}; it must be a Hugging Face causal "
+            f"language model. Check {key}."
         ) from error
     for module in model.modules():  # the policy that is trained must be the one that sampled
         if isinstance(module, nn.Dropout):

@@ -17,7 +17,7 @@ from areal_ray.core.trajectory import Group
 from areal_ray.engines.critic import Critic
 from areal_ray.engines.frozen import FrozenModel
 from areal_ray.engines.judge import Judge
-from areal_ray.engines.model_export import ModelExtras
+from areal_ray.engines.model_export import ModelExtras, saving
 from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
 from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
 from areal_ray.engines.preference import PairEvaluation, PairTask, PreferencePair
@@ -85,8 +85,8 @@ class TorchTrainEngine:
         objective = objective or ObjectiveConfig()
         beside = companions or Companions()
         self._critic = self._load_critic(beside)
-        reference = self._load_frozen(beside.reference_path)
-        teacher = self._load_frozen(beside.teacher_path)
+        reference = self._load_frozen(beside.reference_path, "reference.path")
+        teacher = self._load_frozen(beside.teacher_path, "teacher.path")
         self._pairs = None if pairs is None else self._pair_step(pairs, reference)
         self._sft = SftLoss(self._forward, teacher, distillation)
         judge = Judge(
@@ -183,21 +183,23 @@ class TorchTrainEngine:
     def export(self, folder: Path) -> None:
         """Write what AutoModelForCausalLM and AutoTokenizer load; rank 0 writes."""
         if self._ranks.rank == 0:
-            self._extras.export(self._model, folder)
+            with saving(folder):
+                self._extras.export(self._model, folder)
         self._ranks.barrier()
 
     def save(self, folder: Path) -> None:
         """`export`, and beside it what `load` needs to go on exactly."""
         if self._ranks.rank == 0:
-            self._extras.export(self._model, folder)
             state = {
                 "steps_taken": self._steps_taken,
                 "optimizer": self._optimizer.state_dict(),
                 "random_state": torch.get_rng_state(),
             }
-            torch.save(state, folder / _STATE_FILE)
-            if self._critic is not None:
-                self._critic.save(folder)
+            with saving(folder):
+                self._extras.export(self._model, folder)
+                torch.save(state, folder / _STATE_FILE)
+                if self._critic is not None:
+                    self._critic.save(folder)
         self._ranks.barrier()
 
     def load(self, folder: Path) -> None:
@@ -226,8 +228,8 @@ class TorchTrainEngine:
         """Leave the other ranks."""
         self._ranks.close()
 
-    def _load_frozen(self, path: str) -> FrozenModel | None:
-        return FrozenModel(path, self._learner.engine) if path else None
+    def _load_frozen(self, path: str, key: str) -> FrozenModel | None:
+        return FrozenModel(path, self._learner.engine, key=key) if path else None
 
     def _pair_step(self, pairs: PairTask, reference: FrozenModel | None) -> PairStep:
         loss: PairLoss

@@ -6,13 +6,14 @@ Templates write their own special tokens, so nothing is ever added beside them.
 import functools
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.errors import DataError
 from areal_ray.gateway.messages import conversation
 
@@ -20,7 +21,6 @@ _KEPT_TEXTS = 512
 _KEPT_CHARACTERS = 8192
 _KEPT_TOKENS = 64
 """Siblings see and say the same short texts; longer ones are not kept."""
-_LARGEST_WINDOW_TOKENS = 8192
 _PROBE = "Q0Q"
 _KEYED = {"role", "content", "name", "tool_call_id"}
 """What of a message a kept rendering is found by."""
@@ -187,18 +187,29 @@ class ChatTemplate:
         return text.rpartition(_PROBE)[2]
 
 
+def prompt_counter(folder: Path | str) -> Callable[[Sequence[Mapping[str, Any]]], int]:
+    """Counts the tokens of prompts; loads the tokenizer for the first one alone."""
+    load = functools.cache(lambda: ChatTemplate.from_folder(folder))
+    return lambda messages: load().count_prompt_tokens(messages)
+
+
 def model_context_tokens(folder: Path | str) -> int:
     """Tokens of prompt and reply that a checkpoint was made for, at most 8192."""
-    allowed = _said_context_tokens(Path(folder)) or _known_context_tokens(str(folder))
-    return min(allowed or _LARGEST_WINDOW_TOKENS, _LARGEST_WINDOW_TOKENS)
+    allowed = said_context_tokens(Path(folder)) or _known_context_tokens(str(folder))
+    return min(allowed or LARGEST_TOKENS, LARGEST_TOKENS)
 
 
-def _said_context_tokens(folder: Path) -> int:
-    """As the folder's config.json says by itself; 0 if it does not."""
+def said_context_tokens(folder: Path) -> int:
+    """What the folder's config.json allows by itself; 0 if it does not say."""
     try:
         said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return int(said["max_position_embeddings"])
-    except (OSError, ValueError, TypeError, LookupError):
+        sliding = said.get("sliding_window") if said.get("use_sliding_window", True) else None
+        return allowed_tokens(
+            int(said["max_position_embeddings"]),
+            None if sliding is None else int(sliding),
+            said.get("layer_types"),
+        )
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return 0
 
 
@@ -213,7 +224,8 @@ def _known_context_tokens(folder: str) -> int:
         raise DataError(
             f"{folder}: no model configuration could be loaded: {first_line}"
         ) from error
-    return int(getattr(config, "max_position_embeddings", 0) or 0)
+    names = ("max_position_embeddings", "sliding_window", "layer_types")
+    return allowed_tokens(*(getattr(config, name, None) for name in names))
 
 
 def _short_key(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> Any:

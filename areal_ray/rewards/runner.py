@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import areal_ray
-from areal_ray.core.task import Task
+from areal_ray.core.task import UNSENDABLE, Task, sending_problem
 from areal_ray.core.trajectory import Group, Trajectory, encode_group
-from areal_ray.errors import DeadlineExceeded, RecipeError
+from areal_ray.errors import DataError, DeadlineExceeded, RecipeError
 from areal_ray.rewards.reward import RewardConfig, Scored
 from areal_ray.rewards.worker import FRAME
 
@@ -86,8 +86,24 @@ _Place = tuple[int, int]
 """(group, trajectory) among those asked for."""
 
 
+def _frame(asked: Sequence[Asked], mine: Sequence[_Place]) -> bytes:
+    """What a child is sent.
+
+    Raises:
+        DataError: A task cannot travel; names it.
+    """
+    parts = _parts(asked, mine)
+    try:
+        return pickle.dumps(parts)
+    except UNSENDABLE as error:
+        told = sending_problem(task for task, _ in parts)
+        if told is None:
+            raise
+        raise DataError(told) from error
+
+
 def _parts(asked: Sequence[Asked], mine: Sequence[_Place]) -> list[tuple[Task, bytes]]:
-    """A child's frame: the task of each group and the episodes of it that are chosen."""
+    """The task of each group and the episodes of it that are chosen."""
     parts = []
     for group, places in itertools.groupby(mine, key=lambda place: place[0]):
         one = asked[group]
@@ -162,7 +178,7 @@ class RewardRunner:
                 async with self._seats:
                     mine = [waiting.popleft() for _ in range(min(share, len(waiting)))]
                     if mine:
-                        frame = pickle.dumps(_parts(asked, mine))
+                        frame = _frame(asked, mine)
                         left = await self._score_share(frame, mine, verdicts)
                         waiting.extendleft(reversed(left))
 

@@ -1,11 +1,12 @@
 """Spawning actors, and calling them so that every failure names the actor and the cause."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
 from ray.exceptions import (
     ActorDiedError,
@@ -18,7 +19,8 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_ray.errors import ActorLost, ArealRayError, EngineError
+from areal_ray.core.task import UNSENDABLE, Task, sending_problem
+from areal_ray.errors import ActorLost, ArealRayError, DataError, EngineError
 
 T = TypeVar("T")
 
@@ -143,6 +145,28 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
+def unsendable_task(tasks: Iterable[Task]) -> str | None:
+    """The first task that Ray cannot carry, and what of it; None if it can carry all."""
+    return sending_problem(tasks, cloudpickle.dumps)
+
+
+def _sent(remote: Any, args: Sequence[Any]) -> Any:
+    """What the call of a remote method returns.
+
+    Raises:
+        DataError: A task among the arguments cannot travel; names it.
+    """
+    try:
+        return remote.remote(*args)
+    except UNSENDABLE as error:
+        listed = [arg if isinstance(arg, list | tuple) else [arg] for arg in args]
+        tasks = [each for some in listed for each in some if isinstance(each, Task)]
+        told = unsendable_task(tasks)
+        if told is None:
+            raise
+        raise DataError(told) from error
+
+
 class Fleet:
     """All actors of one role; calls go to the least busy one."""
 
@@ -189,7 +213,7 @@ class Fleet:
         self._calls[member] += 1
         try:
             remote = getattr(self.handles[member], method)
-            return await call(member, remote.remote(*args))
+            return await call(member, _sent(remote, args))
         except ActorLost:
             self._miss(member)
             raise
@@ -207,7 +231,7 @@ class Fleet:
         """Call a method that returns a summary and so many payloads, which stay references."""
         self._calls[member] += 1
         try:
-            summary, *payloads = self._returning(member, method, 1 + count).remote(*args)
+            summary, *payloads = _sent(self._returning(member, method, 1 + count), args)
             return await call(member, summary), payloads
         except ActorLost:
             self._miss(member)

@@ -185,7 +185,9 @@ def _summary(group: Group, place: JournalPlace | None, payload_bytes: int) -> Sc
         rewards=tuple(t.reward for t in episodes),
         num_unscored=len(unscored),
         failures=tuple(Failure(*key, count) for key, count in reasons.items()),
-        truncated=sum(t.outcome is Outcome.TRUNCATED for t in episodes),
+        truncated=frozenset(
+            place for place, t in enumerate(episodes) if t.outcome is Outcome.TRUNCATED
+        ),
         metrics=group_metrics(group),
         place=place,
         payload_bytes=payload_bytes,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_ray.checkpoint import CheckpointConfig, Checkpoints
+from areal_ray.core.storage import writing
 from areal_ray.runtime.services import LearnerService
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -44,16 +45,18 @@ class CheckpointService:
         if run.step in (0, self._saved_step):
             return
         state = run.state_dict()
-        writing = await asyncio.to_thread(self._checkpoints.begin, run.step)
-        await self._learners.save(str(writing.resolve()))
+        draft = await asyncio.to_thread(self._checkpoints.begin, run.step)
+        await self._learners.save(str(draft.resolve()))
         await asyncio.to_thread(self._checkpoints.commit, run.step, state)
         self._saved_step = run.step
 
     async def export(self, name: str) -> None:
         """The weights as a Hugging Face checkpoint in the run folder, whole or not at all."""
-        final, writing = self._folder / name, self._folder / f".writing-{name}"
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-        await self._learners.export(str(writing.resolve()))
-        shutil.rmtree(final, ignore_errors=True)
-        writing.rename(final)
+        final, draft = self._folder / name, self._folder / f".writing-{name}"
+        with writing(final):
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        await self._learners.export(str(draft.resolve()))
+        with writing(final):
+            shutil.rmtree(final, ignore_errors=True)
+            draft.rename(final)

@@ -7,10 +7,12 @@ import logging
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+
+from areal_ray.core.storage import writing
 
 LOG_FILE = "log.txt"
 REDACTED = "[redacted]"
@@ -84,21 +86,38 @@ _writing: ContextVar[object] = ContextVar("areal_ray_run", default=None)
 """Which run the code at hand works for: set in a run's thread, inherited by its tasks."""
 
 
+class _LogFile(logging.FileHandler):
+    """Says nothing of lines that the disk did not take: a run tells a full disk by its own files.
+
+    By default each such line would leave a traceback on the console.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's own name)
+        """Leave the line out."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def run_log(folder: Path, *, run: str, secrets: Iterable[str] = ()) -> Iterator[None]:
     """Send what this thread and its tasks log to log.txt in `folder`, warnings to the console too.
 
     Runs of one process keep apart, side by side or one within the other. A thread that the run
     starts must be given its context (`contextvars.copy_context`).
+
+    Raises:
+        StorageError: log.txt cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / LOG_FILE):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _LogFile(folder / LOG_FILE, encoding="utf-8")
     key = object()
     console = logging.StreamHandler(_CurrentStderr())
     console.setLevel(logging.WARNING)
-    handlers: list[logging.Handler] = [
-        console,
-        logging.FileHandler(folder / LOG_FILE, encoding="utf-8"),
-    ]
+    handlers: list[logging.Handler] = [console, file]
     logger = logging.getLogger(_PACKAGE)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_ray.core.journal import JOURNAL_FOLDER, resumption_lines
+from areal_ray.core.storage import replace_text
 from areal_ray.telemetry.charts import (
     NARROW,
     Point,
@@ -94,9 +95,7 @@ def write_report(run_folder: Path) -> Path:
         )
     )
     path = run_folder / REPORT_FILE
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page(f"{name}: report", body), encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, page(f"{name}: report", body))
     return path
 
 
@@ -108,10 +107,12 @@ def _head(name: str, summary: Mapping[str, Any], steps: Rows, evals: Rows) -> st
     outcome = str(summary.get("outcome", "still running, or ended without a summary"))
     tone = {"finished": "good", "stopped": "warn", "failed": "bad"}.get(outcome, "warn")
     last = (steps or evals or [{}])[-1]
-    done, version = summary.get("steps", last.get("step", 0)), last.get("version", 0)
+    done = summary.get("steps", last.get("step", 0))
+    version = summary.get("version", last.get("version"))
     wall_s = float(summary.get("wall_s") or last.get("wall_s", 0.0))
     facts = [f"{done} of {summary['planned_steps']} steps" if summary.get("planned_steps")
-             else f"{done} steps", f"version {summary.get('version', version)}",
+             else f"{done} steps",
+             *([] if version is None else [f"version {version}"]),
              duration_text(wall_s)]  # fmt: skip
     if "seed" in summary:
         facts.append(f"seed {summary['seed']}")
@@ -196,7 +197,7 @@ def _learning(steps: Rows, evals: Rows) -> str:
         line_chart([Series("reward", rewards)], y_range=(0.0, 1.0) if is_share else None),
     ) + figure(
         "Held-out accuracy",
-        "pinned to the version of that step",
+        "of the weights after that step",
         line_chart([Series("accuracy", accuracy, "c3", is_marked=True)], y_range=(0.0, 1.0)),
     )
     return section("Learning", "", f'<div class="grid2">{charts}</div>' if charts else "")

@@ -3,12 +3,14 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import Field
 
 from areal_ray.core.config import Config
+from areal_ray.core.storage import writing
 from areal_ray.telemetry.metrics import MetricRegistry
 from areal_ray.telemetry.names import METRICS
 from areal_ray.telemetry.rows import Row, RowKind, keep_rows_through
@@ -51,19 +53,23 @@ class JsonlSink:
     """metrics.jsonl: a line a row, flushed, so that a reader beside the run sees whole lines."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
 
     def write(self, row: Row) -> None:
         """Append one line."""
-        self._file.write(dumps_strict(row.to_json()).encode() + b"\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(dumps_strict(row.to_json()).encode() + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Force the file to disk."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with writing(self._path):
+                os.fsync(self._file.fileno())
+                self._file.close()
 
 
 class TensorBoardSink:
@@ -72,7 +78,9 @@ class TensorBoardSink:
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(folder))
+        self._folder = folder
+        with writing(folder):
+            self._writer = EventFileWriter(str(folder))
         if resume_step is not None:
             self._forget_after(resume_step)
 
@@ -87,12 +95,14 @@ class TensorBoardSink:
             if value is not None
         ]
         summary = Summary(value=points)
-        self._writer.add_event(Event(step=row.step, wall_time=time.time(), summary=summary))
-        self._writer.flush()
+        with writing(self._folder):
+            self._writer.add_event(Event(step=row.step, wall_time=time.time(), summary=summary))
+            self._writer.flush()
 
     def close(self) -> None:
         """Flush and end the writer's thread."""
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
     def _forget_after(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -150,9 +160,14 @@ class MetricLog:
         return row
 
     def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
+        """Close every sink.
+
+        Raises:
+            StorageError: One did not take its last rows; the others are closed all the same.
+        """
+        with ExitStack() as closing:
+            for sink in reversed(self._sinks):
+                closing.callback(sink.close)
 
 
 def open_metric_log(
@@ -169,7 +184,8 @@ def open_metric_log(
             None starts anew: rows of an earlier run in this folder are forgotten too.
         extra_sinks: Sinks made by the runtime, such as `runtime.ray_metrics.RayMetricsSink`.
     """
-    last = keep_rows_through(folder / METRICS_FILE, -1 if resume_step is None else resume_step)
+    with writing(folder / METRICS_FILE):
+        last = keep_rows_through(folder / METRICS_FILE, -1 if resume_step is None else resume_step)
     sinks: list[Sink] = [JsonlSink(folder / METRICS_FILE)]
     if config.tensorboard:
         sinks.append(TensorBoardSink(folder / TENSORBOARD_FOLDER, resume_step=resume_step))

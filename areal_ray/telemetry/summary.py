@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from areal_ray.core.storage import replace_text
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.strict_json import dumps_strict
@@ -112,7 +113,8 @@ class Summary:
     steps: int
     """Steps done."""
     planned_steps: int
-    version: int
+    version: int | None
+    """The last one published; None in a run that has steps alone."""
     wall_s: float
     seed: int
     eval: EvalSummary = EvalSummary()
@@ -134,11 +136,13 @@ _ALWAYS_THERE = {"outcome", "steps", "planned_steps", "version", "wall_s"}
 
 
 def write_summary(folder: Path, summary: Summary) -> Path:
-    """Write summary.json, whole or not at all."""
+    """Write summary.json, whole or not at all.
+
+    Raises:
+        StorageError: The disk did not take it.
+    """
     path = folder / SUMMARY_FILE
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(dumps_strict(summary.to_json(), indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, dumps_strict(summary.to_json(), indent=2) + "\n")
     return path
 
 
@@ -160,7 +164,7 @@ class RunEnd:
     kind: str
     outcome: RunOutcome
     planned_steps: int
-    version: int
+    version: int | None
     wall_s: float
     seed: int
     failure: str = ""

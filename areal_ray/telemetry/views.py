@@ -24,7 +24,8 @@ class StepView:
 
     step: int
     """Steps done, this one included."""
-    version: int
+    version: int | None = None
+    """None where nothing is published: such a run has steps alone."""
     step_s: float
     reward: float | None = None
     """None where the kind of run has none, or the step was skipped."""
@@ -46,7 +47,7 @@ class StepView:
         # A phase of supervised training may be prolonged beyond what was planned.
         of = f"/{max(total_steps, self.step)}" if total_steps else ""
         parts = [f"step {self.step:>{len(of) - 1 if of else 1}}{of}"]
-        if self.reward is not None or self.skipped:  # supervised steps publish no version
+        if self.version is not None:
             parts.append(f"v{self.version}")
         if self.skipped:
             parts.append("skipped (nothing to train on)")
@@ -69,7 +70,8 @@ class EvalView:
     """One evaluation, done."""
 
     step: int
-    version: int
+    version: int | None = None
+    """The one that was scored; None in a run that has steps alone."""
     accuracy: float
     episodes: int
     wall_s: float = 0.0
@@ -78,8 +80,9 @@ class EvalView:
 
     def line(self) -> str:
         """One plain line."""
+        where = f"step {self.step}" if self.version is None else f"v{self.version}"
         return (
-            f"held-out accuracy {self.accuracy:.3f} at v{self.version}  "
+            f"held-out accuracy {self.accuracy:.3f} at {where}  "
             f"({self.episodes} {self.unit}, {self.wall_s:.1f} s)"
         )
 

@@ -9,11 +9,13 @@ import pytest
 import ray
 
 from areal_ray.checkpoint import Checkpoints
-from areal_ray.errors import ArealRayError, TooManyFailures
+from areal_ray.errors import ArealRayError, StorageError, TooManyFailures
 from areal_ray.telemetry.rows import read_rows
+from tests.support.disk import no_more_than
 from tests.support.whole_runs import (
     PATIENCE_S,
     Runs,
+    actor_names,
     actor_of,
     assert_books_balance,
     events_of,
@@ -117,6 +119,68 @@ def test_groups_that_never_teach_anything_stop_the_run_at_their_budget(runs: Run
     counts = assert_books_balance(runs.folder / "equal")
     assert counts["dropped"] >= 12
     assert counts["trained"] == 0
+
+
+def test_one_prompt_that_is_too_long_costs_its_task_and_not_the_run(runs: Runs) -> None:
+    agent = ("agent.run=tests.support.digits:prompts_too_long", "tasks.shuffle=false")
+    summary = runs.run("overlong", *agent)
+    assert (summary.outcome, summary.steps) == ("finished", 6)
+    counts = assert_books_balance(runs.folder / "overlong")
+    assert counts["failed"] == 3  # its attempts
+    (reason,) = summary.ledger.reasons
+    assert reason.startswith("truncated: prompt of 10")
+    assert "context window 128" in reason
+
+
+def test_a_task_that_kills_its_agent_actor_costs_itself_and_not_the_run(runs: Runs) -> None:
+    agent = ("agent.run=tests.support.digits:kills_its_actor", "tasks.shuffle=false")
+    summary = runs.run("one-exits", *agent, "admission.max_concurrent_rollouts=8")
+    assert (summary.outcome, summary.steps) == ("finished", 6)
+    assert assert_books_balance(runs.folder / "one-exits")["trained"] == 24
+    assert [line for line in summary.replaced if line.startswith("agent-0")], summary.replaced
+
+
+def test_an_agent_that_always_kills_its_actor_stops_the_run_with_that_reason(runs: Runs) -> None:
+    error = runs.failure(
+        "all-exit",
+        "agent.run=tests.support.digits:kills_its_actor",
+        "agent.args={task_id: all}",
+        "deadlines.groups_s=600",
+    )
+    assert isinstance(error, TooManyFailures)
+    assert "actor lost: agent-0 died" in str(error)
+    assert len(str(error).splitlines()) == 1
+    assert assert_books_balance(runs.folder / "all-exit")["trained"] == 0
+
+
+def test_a_full_disk_ends_the_run_in_order_with_the_file_and_the_cause(runs: Runs) -> None:
+    handle = runs.start("disk-full", "steps=10000")
+    until_step(handle, 3)  # the checkpoint after step 2 is whole
+    with no_more_than(0):
+        with pytest.raises(StorageError) as told:
+            handle.wait(PATIENCE_S)
+        assert not handle.status().is_running
+    assert str(handle.folder) in str(told.value)
+    assert "cannot be written: File too large. Make room" in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+    assert "Traceback" not in events_of(handle.folder)
+    until(lambda: not actor_names("disk-full"), "its actors to end", 30)
+    resumed = runs.run("disk-full", "steps=30", resume=True)
+    assert (resumed.outcome, resumed.steps) == ("finished", 30)
+
+
+def test_a_reward_actor_that_cannot_write_the_journal_is_told_with_the_file(runs: Runs) -> None:
+    handle = runs.start("journal-full", "steps=10000")
+    until_step(handle, 1)
+
+    def fill_disk(self):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+    ray.get(actor_of("journal-full", "reward-0").__ray_call__.remote(fill_disk))
+    with pytest.raises(StorageError, match=r"reward-0: .*/journal/groups-.*\.seg: cannot be writ"):
+        handle.wait(PATIENCE_S)
 
 
 def test_a_run_at_its_last_step_does_not_wait_for_slow_rollouts(runs: Runs) -> None:

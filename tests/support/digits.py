@@ -1,6 +1,7 @@
 """Tasks, agents and rewards of the small runs; actors and scoring processes import them."""
 
 import asyncio
+import os
 import random
 from collections import Counter
 from typing import Any
@@ -57,6 +58,19 @@ async def sleeps_after(task: Task, client: Any, calls: int = 0, seconds: float =
     await client.chat.completions.create(messages=list(task.messages))
     if number > calls:
         await asyncio.sleep(seconds)
+
+
+async def prompts_too_long(task: Task, client: Any, task_id: str = "t3") -> None:
+    """Of one task, the agent writes a prompt that no context window holds."""
+    text = "so " * 5000 if task.id == task_id else str(task.messages[0]["content"])
+    await client.chat.completions.create(messages=[{"role": "user", "content": text}])
+
+
+async def kills_its_actor(task: Task, client: Any, task_id: str = "t3") -> None:
+    """Of one task, or of "all", the whole process ends, as by a fault in a C library."""
+    await client.chat.completions.create(messages=list(task.messages))
+    if task_id in ("all", task.id):
+        os._exit(1)
 
 
 # Rewards

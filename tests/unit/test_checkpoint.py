@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from areal_ray.checkpoint import CheckpointConfig, Checkpoints
-from areal_ray.errors import DataError
+from areal_ray.errors import StorageError
 
 
 def _save(checkpoints, step, text="weights", **state):
@@ -164,7 +164,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_previous_one_and_no_litter(tmp
 def test_a_disk_that_refuses_is_reported_with_the_folder(tmp_path):
     in_the_way = tmp_path / "checkpoints"
     in_the_way.write_text("a file where the folder should be")
-    with pytest.raises(DataError, match=str(in_the_way)):
+    with pytest.raises(StorageError, match=str(in_the_way)):
         Checkpoints(in_the_way).begin(2)
 
 

@@ -13,7 +13,7 @@ from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.queue import TrajectoryQueue
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
-from areal_ray.core.verdict import FailureGuard
+from areal_ray.core.verdict import Comparison, FailureGuard
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.driver import fail, produce
 from areal_ray.errors import TooManyFailures
@@ -94,6 +94,7 @@ class Filtering:
         self.run = SimpleNamespace(
             ledger=Ledger(),
             admission=admission,
+            comparison=Comparison(min_spread=1e-6, leaves_out_truncated=False),
             tasks=TaskStream([Task(str(i), ()) for i in range(50)], shuffle=False),
             queue=TrajectoryQueue(admission, capacity=9),
             gate=AdmissionGate(admission),

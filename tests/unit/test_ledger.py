@@ -19,7 +19,8 @@ from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.seeds import derive_seed
 from areal_ray.core.summaries import Failure, GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
-from areal_ray.core.verdict import FailureGuard, judge
+from areal_ray.core.verdict import Comparison, FailureGuard
+from areal_ray.core.verdict import judge as judge_by
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.errors import DataError, TooManyFailures
 
@@ -179,6 +180,10 @@ def scored(*rewards, failures=()):
 CONFIG = AdmissionConfig(groups_per_step=2, n_samples=4, drop_equal_rewards=True)
 
 
+def judge(made, scored, config):
+    return judge_by(made, scored, config, Comparison(1e-6, leaves_out_truncated=False))
+
+
 def test_a_failure_is_never_a_reward_of_zero():
     reason = (Failure("unscored", "the reward raised"),)
     verdict = judge(made(), scored(None, None, 1.0, None, failures=reason), CONFIG)
@@ -209,6 +214,15 @@ def test_now_and_then_a_failure_does_not_stop_the_run():
     guard = FailureGuard(CONFIG)
     for number in range(100):
         guard.failed("boom") if number % 5 == 0 else guard.succeeded()
+
+
+def test_one_death_counts_once_however_many_groups_it_takes_along():
+    guard = FailureGuard(CONFIG)
+    for death in range(1, 8):
+        for group in range(12):  # all admitted since the death before
+            guard.lost(death - 1 + (1 + group) / 20, death + group / 100, "agent-0 died")
+    with pytest.raises(TooManyFailures, match="Most frequent, 8 times: agent-0 died"):
+        guard.lost(7.5, 8.0, "agent-0 died")
 
 
 def test_endless_filtering_stops_with_its_budget_and_every_step_begins_anew():

@@ -10,6 +10,7 @@ from areal_ray.preflight import check_files, preflight
 from areal_ray.recipe import Recipe, load_recipe
 from areal_ray.telemetry.summary import RunEnd, summarize, write_summary
 from areal_ray.telemetry.tally import RunTally
+from tests.support.tiny_models import write_tiny_model
 
 CODE = """\
 from areal_ray.core.task import Task
@@ -41,6 +42,17 @@ async def awaited():
 def endless():
     while True:
         yield from (Task(str(i), ({"role": "user", "content": "x"},)) for i in range(10**9))
+
+def unsendable(good=2):
+    tasks = [Task(f"t{n}", ({"role": "user", "content": "x"},), n) for n in range(good)]
+    return [*tasks, Task("bad", ({"role": "user", "content": "x"},), (n for n in "ab"))]
+
+def local():
+    return [Task("a", ({"role": "user", "content": "x"},), fields={"check": lambda reply: True})]
+
+def long(size=40):
+    texts = ["x", "y" * size, "z"]
+    return [Task(f"t{n}", ({"role": "user", "content": t},)) for n, t in enumerate(texts)]
 
 def odd(id="a", messages=({"role": "user", "content": "x"},)):
     return [Task("first", ({"role": "user", "content": "x"},)), Task(id, messages)]
@@ -175,6 +187,32 @@ def test_a_task_that_no_prompt_can_be_made_of_is_refused_with_its_row(folder, ar
     problems = check_files(made.model_copy(update={"tasks": tasks}))
     assert len(problems) == 1, problems
     assert told in problems[0]
+
+
+def test_a_task_that_cannot_travel_is_named_with_what_of_it(folder):
+    (line,) = check_files(recipe_of(folder, "tasks.source=sums_code:unsendable"))
+    assert line.startswith("tasks.source: sums_code:unsendable: task 'bad': answer is a generator")
+    assert "cannot be pickled (TypeError: cannot pickle 'generator' object); must hold" in line
+    assert check_files(recipe_of(folder, "tasks.source=sums_code:local")) == []  # Ray can
+
+
+def test_a_prompt_beyond_the_context_window_is_told_before_anything_starts(folder):
+    write_tiny_model(folder / "model")
+
+    def told(*overrides):
+        recipe = recipe_of(folder, "tasks.source=sums_code:long", *overrides)
+        return check_files(recipe)
+
+    window = "rollout.engine.max_context_tokens=64"
+    assert told(window) == []
+    (line,) = told(window, "tasks.args.size=400")
+    assert line.startswith("tasks row 1 ('t1'): prompt of ")
+    assert "(rollout.engine.max_context_tokens) leaves a prompt = 63. Raise it, or set" in line
+    for way in ("filter", "left", "right"):
+        assert told(window, "tasks.args.size=400", f"tasks.overlong={way}") == []
+    held_out = "evaluation={tasks: {source: 'sums_code:long', args: {size: 400}}}"
+    (line,) = told(window, held_out)
+    assert line.startswith("evaluation.tasks row 1 ('t1')")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])

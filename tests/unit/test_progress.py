@@ -94,6 +94,19 @@ def test_no_step_is_beyond_the_last_one():
     assert step(190).line(180).startswith("step 190/190 ")
 
 
+def test_a_run_that_publishes_nothing_tells_its_steps_and_no_version():
+    view = EvalView(step=20, accuracy=0.75, episodes=64, wall_s=1.2, unit="pairs")
+    assert view.line() == "held-out accuracy 0.750 at step 20  (64 pairs, 1.2 s)"
+    assert "at v3" in EvalView(step=4, version=3, accuracy=0.75, episodes=64).line()
+    assert StepView(step=2, step_s=0.1, loss=0.5).line() == "step 2  loss 0.5  step 0.1 s"
+    progress, _ = live(Clock())
+    progress.start(HEADER)
+    progress.on_step(StepView(step=2, step_s=0.1, loss=0.5))
+    text = drawn(progress)
+    progress.stop()
+    assert re.search(r"version +-", text)
+
+
 def test_no_bound_is_said_in_words():
     assert "staleness 0.8 of unlimited" in step(1, staleness_bound=None).line()
 
@@ -270,7 +283,7 @@ def test_fast_steps_share_a_line_but_the_last_one_is_always_told():
     progress.start(Header(name="d", kind="sft", total_steps=20))
     for number in range(1, 21):
         clock.now += 0.1
-        progress.on_step(StepView(step=number, version=0, step_s=0.1, loss=1 / number))
+        progress.on_step(StepView(step=number, step_s=0.1, loss=1 / number))
     progress.stop()
     told = re.findall(r"^step +(\d+)/20  loss", stream.getvalue(), re.MULTILINE)
     assert told[0] == "1"

@@ -12,10 +12,11 @@ from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
 from areal_ray.core.verdict import TOO_STALE
 from areal_ray.core.versions import AdmissionConfig
+from areal_ray.engines.preference import PairEvaluation
 from areal_ray.engines.protocols import StepStats
 from areal_ray.records import Records
 from areal_ray.runtime.param_sync_actor import PublishReport
-from areal_ray.telemetry.progress import Progress, QuietProgress
+from areal_ray.telemetry.progress import Progress, QuietProgress, open_progress
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE, TelemetryConfig, open_metric_log
 from areal_ray.telemetry.tally import RunTally
@@ -101,6 +102,24 @@ def test_why_records_split_is_told_once_a_run_with_its_count(tmp_path):
         "group c: 2 records split: merges",
     ]
     assert all("agent/branch_episodes" in line for line in listener.told)
+
+
+def test_held_out_pairs_are_told_by_step_since_nothing_is_published(tmp_path, capsys):
+    config = TelemetryConfig(console="lines", tensorboard=False, ray_metrics=False)
+    records = Records(
+        log=open_metric_log(tmp_path, config),
+        progress=open_progress(config),
+        waits=WaitBoard(),
+        admission=None,
+        tally=RunTally(),
+        write_status=lambda status: None,
+    )
+    seen = PairEvaluation(num_pairs=8, loss=0.4, accuracy=0.75, margin=0.1, seconds=0.5)
+    records.fitted(20, StepStats())
+    records.compared(20, seen)
+    told = capsys.readouterr().out
+    assert "held-out accuracy 0.750 at step 20" in told
+    assert "v0" not in told
 
 
 def test_a_run_goes_on_from_the_counts_of_its_checkpoint(tmp_path):

@@ -12,7 +12,7 @@ from areal_ray.core.task import Task
 from areal_ray.errors import RecipeError
 from areal_ray.preflight import check_files
 from areal_ray.recipe import load_recipe, parse_recipe
-from areal_ray.smoke import smoke_recipe
+from areal_ray.smoke import load_to_smoke, smoke_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -94,6 +94,56 @@ def test_what_the_user_says_wins_over_what_is_made_tiny():
     assert (tiny.steps, tiny.admission.n_samples, tiny.evaluation) == (5, 3, None)
     assert tiny.admission.drop_equal_rewards
     assert tiny.objective.reward_shaping.overlong_tokens == 4
+
+
+def shown(*words):
+    told = CliRunner().invoke(app, ["train", *map(str, words), "--smoke", "--print-config"])
+    assert told.exit_code == 0, told.output or told.exception
+    return parse_recipe(told.stdout)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "value"),
+    [
+        ("gsm8k/ppo.yaml", "admission.groups_per_step=2", lambda r: r.admission.groups_per_step),
+        ("gsm8k/ppo.yaml", "admission.groups_per_step=3", lambda r: r.admission.groups_per_step),
+        ("gsm8k/ppo.yaml", "learner.ppo_n_minibatches=1", lambda r: r.learner.ppo_n_minibatches),
+        ("gsm8k/grpo.yaml", "rollout.replicas=3", lambda r: r.rollout.replicas),
+        ("gsm8k/grpo.yaml", "rollout.engine.device=cpu", lambda r: r.rollout.engine.device),
+    ],
+)
+def test_an_override_need_only_fit_what_is_made_tiny(recipe, override, value):
+    tiny = shown(ROOT / "recipes" / recipe, override)
+    assert str(value(tiny)) == override.partition("=")[2]
+
+
+def test_checks_of_a_section_see_the_final_recipe_too(tmp_path):
+    recipe_of(tmp_path, RL.replace("n_samples: 8", "n_samples: 8, min_scored_samples: 6"))
+    tiny = shown(tmp_path / "mine.yaml", "admission.n_samples=3")
+    assert (tiny.admission.n_samples, tiny.admission.min_scored_samples) == (3, 2)
+
+
+def test_what_is_wrong_in_the_end_is_told_and_so_is_a_file_that_is_wrong_by_itself(tmp_path):
+    recipe = ROOT / "recipes/gsm8k/ppo.yaml"
+    with pytest.raises(RecipeError, match="unknown key"):
+        load_to_smoke(recipe, ["admission.groups_per_step=2", "admission.group=2"])
+    loaded = load_to_smoke(recipe, ["kind=sft", "admission.groups_per_step=2"])
+    with pytest.raises(RecipeError, match="sft: is missing"):
+        smoke_recipe(loaded, ["kind=sft"], tell=print)
+    (tmp_path / "bad.yaml").write_text(RL + "learner: {ppo_n_minibatches: 3}\n")
+    with pytest.raises(RecipeError, match="ppo_n_minibatches"):
+        load_to_smoke(tmp_path / "bad.yaml")
+
+
+def test_a_source_of_the_users_is_made_tiny_like_the_recipes_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_tasks.py").write_text(CODE)
+    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps({"q": f"{n}"}) for n in range(50)))
+    recipe_of(tmp_path, RL)
+    tiny = shown(tmp_path / "mine.yaml", "tasks.args.path=other.jsonl", "reward.args.bonus=3")
+    made = list(resolve(tiny.tasks.source, [tmp_path])(**tiny.tasks.args))
+    assert [task.messages[0]["content"] for task in made] == [f"{n}" for n in range(8)]
+    assert tiny.reward.args["args"] == {"bonus": 3}
 
 
 def test_the_command_line_shows_the_tiny_recipe():

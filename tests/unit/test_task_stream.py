@@ -103,6 +103,28 @@ def test_an_overlong_prompt_is_an_error_that_names_its_row_and_the_way_out():
         fit_prompts(rows(10, 64, 65), limited("error"), count_characters)
 
 
+def test_without_a_limit_of_its_own_a_prompt_must_leave_room_in_the_context_window():
+    config = TasksConfig(source="m:f", overlong="filter")
+    made = rows(10, 63, 64, 65)
+    kept = fit_prompts(made, config, count_characters, window_tokens=65)
+    assert [task.id for task in kept.tasks] == ["r0", "r1", "r2"]
+    assert fit_prompts(made, config, count_characters).tasks == tuple(made)  # not known
+    wide = limited("filter", 1000)
+    assert fit_prompts(made, wide, count_characters, window_tokens=65).num_dropped == 1
+
+
+def test_prompts_that_cannot_fill_the_window_are_not_even_counted():
+    counted = []
+
+    def count(messages):
+        counted.append(messages)
+        return count_characters(messages)
+
+    made = rows(10, 20, 60)
+    fit_prompts(made, TasksConfig(source="m:f"), count, window_tokens=65)
+    assert counted == [made[2].messages]
+
+
 def test_a_filter_that_leaves_nothing_is_an_error_with_counts():
     with pytest.raises(DataError, match="0 of 2 left, 2 dropped"):
         fit_prompts(rows(65, 66), limited("filter"), count_characters)

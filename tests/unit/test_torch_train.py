@@ -11,10 +11,16 @@ from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import NormConfig
 from areal_ray.algorithms.packing import TrainSequence
 from areal_ray.core.trajectory import Group
+from areal_ray.engines.reward_model import RewardModelScore
 from areal_ray.engines.row_forward import RowForward, load_causal_model
 from areal_ray.engines.sft import SftExample
 from areal_ray.engines.torch_train import TorchTrainEngine
-from areal_ray.engines.train_config import LearnerConfig, OptimizerConfig, TorchTrainConfig
+from areal_ray.engines.train_config import (
+    Companions,
+    LearnerConfig,
+    OptimizerConfig,
+    TorchTrainConfig,
+)
 from areal_ray.errors import DataError, EngineError
 from areal_ray.telemetry.names import METRICS
 from tests.support.tiny_groups import random_group
@@ -101,6 +107,24 @@ def test_beyond_a_sliding_window_rows_are_not_shared(tmp_path):
     forward = RowForward(model, config)
     assert forward.shares_prefixes(16)
     assert not forward.shares_prefixes(17)
+
+
+@pytest.mark.parametrize("name", ["reference", "teacher", "critic"])
+@pytest.mark.parametrize("path", ["nobody/has-this-model", "{}"])
+def test_a_model_beside_the_policy_that_cannot_be_loaded_is_told_by_its_own_key(
+    folder, tmp_path, name, path
+):
+    beside = Companions(**{f"{name}_path": path.format(tmp_path)})
+    with pytest.raises(EngineError) as told:
+        TorchTrainEngine(folder, LearnerConfig(), companions=beside)
+    assert str(told.value).startswith(f"{name}.path: cannot load the model at ")
+    assert "model.path" not in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+
+
+def test_a_reward_model_that_cannot_be_loaded_is_told_by_the_rewards_key(tmp_path):
+    with pytest.raises(DataError, match=r"^reward\.args\.path: '.*' holds no config\.json"):
+        RewardModelScore().prepare(path=str(tmp_path))
 
 
 def test_a_folder_without_a_model_is_reported_with_its_key(tmp_path):

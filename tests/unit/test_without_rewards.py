@@ -8,7 +8,7 @@ import pytest
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.summaries import Failure, GroupSummary, unscored
 from areal_ray.core.trajectory import Group, Outcome
-from areal_ray.core.verdict import judge
+from areal_ray.core.verdict import Comparison, judge
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.train_rows import collect_lines
 from areal_ray.telemetry.names import METRICS
@@ -39,6 +39,9 @@ def test_what_ended_well_trains_where_a_teacher_alone_judges_it(objective, train
     assert share.counts.left_out == 4 - len(trained)
 
 
+ANY = Comparison(1e-6, leaves_out_truncated=True)
+
+
 def made(num_usable):
     return GroupSummary(
         group_id="g", task_id="t", num_usable=num_usable,
@@ -51,10 +54,10 @@ def made(num_usable):
 def test_one_episode_that_ended_well_makes_a_group_usable():
     admission = AdmissionConfig(groups_per_step=1, n_samples=4)
     for count in (1, 4):
-        verdict = judge(made(count), unscored(made(count)), admission)
+        verdict = judge(made(count), unscored(made(count)), admission, ANY)
         assert not verdict.is_failure
         assert not verdict.is_drop
-    verdict = judge(made(0), unscored(made(0)), admission)
+    verdict = judge(made(0), unscored(made(0)), admission, ANY)
     assert verdict.is_failure
     assert verdict.reason == "agent_error: the tool broke"
 
