@@ -118,6 +118,7 @@ def test_an_override_need_only_fit_what_is_made_tiny(recipe, override, value):
 
 
 def test_checks_of_a_section_see_the_final_recipe_too(tmp_path):
+    (tmp_path / "mine_tasks.py").write_text(CODE)
     recipe_of(tmp_path, RL.replace("n_samples: 8", "n_samples: 8, min_scored_samples: 6"))
     tiny = shown(tmp_path / "mine.yaml", "admission.n_samples=3")
     assert (tiny.admission.n_samples, tiny.admission.min_scored_samples) == (3, 2)
