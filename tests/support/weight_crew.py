@@ -78,6 +78,12 @@ class WeightCrew:
         expected = tensors(self.shapes, version if weights_of is None else weights_of)
         assert_live(self.replicas[name], version, expected)
 
+    def assert_whole(self, name: str, *versions: int) -> None:
+        """The replica is at one of the versions, with just the weights trained for that."""
+        held = answer(self.replicas[name].live)[0]
+        assert held in versions
+        self.assert_holds(name, held)
+
     def pid(self, actor: Any) -> int:
         """Of a crew member's process."""
         return answer(actor.pid)
