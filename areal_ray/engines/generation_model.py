@@ -18,7 +18,9 @@ from areal_ray.engines.model_files import (
     model_folder,
     stop_token_ids,
 )
+from areal_ray.engines.protocols import GenerationRequest
 from areal_ray.engines.saved_config import read_saved_config
+from areal_ray.engines.stop_strings import StopStrings
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.errors import EngineError
 
@@ -34,9 +36,16 @@ class GenerationModel:
     """Prompt and sampled tokens of one sequence."""
     vocab_size: int
     stop_ids: tuple[int, ...]
+    stop_strings: StopStrings
 
-    def why_refused(self, prompt_ids: NDArray[np.int32]) -> str:
-        """Empty if a prompt can be served, else what is wrong with it."""
+    def why_refused(self, request: GenerationRequest) -> str:
+        """Empty if a request can be served, else what is wrong with it."""
+        wrong = self._why_prompt_refused(request.prompt_ids)
+        if not wrong and request.sampling.stop:
+            return self.stop_strings.load()
+        return wrong
+
+    def _why_prompt_refused(self, prompt_ids: NDArray[np.int32]) -> str:
         if len(prompt_ids) == 0:
             return "the prompt is empty; it must hold at least one token."
         if len(prompt_ids) >= self.window_tokens:
@@ -79,6 +88,7 @@ def load_generation_model(path: str | Path, config: TorchGenerationConfig) -> Ge
         window_tokens=_window(config.max_context_tokens, model_config),
         vocab_size=int(model_config.vocab_size),
         stop_ids=stop_token_ids(folder),
+        stop_strings=StopStrings(folder),
     )
 
 

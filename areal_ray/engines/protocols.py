@@ -33,6 +33,9 @@ class SamplingConfig(Config):
     """Tokens one turn may sample at most."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Beside the tokenizer's end-of-turn token."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a turn, also where they run over several tokens. All sampled tokens, the one
+    that completes the text included, stay in the record and train; the reply's text ends before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class GenerationResult:
 
     request_id: str
     token_ids: NDArray[np.int32]
-    """[N] the sampled ids, the stop token included where one was sampled."""
+    """[N] the sampled ids; the stop token, or the one that completes a stop string, included."""
     logprobs: NDArray[np.float32]
     """[N] log-prob of each sampled token at the sampling temperature."""
     versions: NDArray[np.int32]

@@ -25,6 +25,7 @@ _SCALARS = np.dtype(
         ("top_p", "f4"),
         ("top_k", "i8"),
         ("cache_version", "i8"),  # weights that computed its keys and values
+        ("has_stop_strings", "?"),
     ]
 )
 
@@ -60,6 +61,7 @@ class RowTable:
             sampling.top_p,
             sampling.top_k,
             version,
+            bool(sampling.stop),
         )
         stops = {*self._stop_ids, *sampling.stop_token_ids}
         if len(stops) > self._stops.shape[1]:
@@ -88,12 +90,16 @@ class RowTable:
         is_stopped = (self._stops[first : self.num_rows] == tokens[:, None]).any(1)
         return is_stopped, length >= self.column("end", first)
 
+    def sampled(self, row: int) -> NDArray[np.int32]:
+        """[N] the tokens sampled in a row so far, a view."""
+        return self.tokens[row, self._scalars["prompt"][row] : self._scalars["length"][row]]
+
     def result(self, row: int, reason: StopReason) -> GenerationResult:
         """The turn sampled in a row so far."""
         sampled = slice(int(self._scalars["prompt"][row]), int(self._scalars["length"][row]))
         return GenerationResult(
             request_id=self.requests[row].request_id,
-            token_ids=self.tokens[row, sampled].copy(),
+            token_ids=self.sampled(row).copy(),
             logprobs=self._logprobs[row, sampled].copy(),
             versions=self._versions[row, sampled].copy(),
             stop_reason=reason,

@@ -38,6 +38,7 @@ class RunningBatch:
         )
         self._cache = KVCache(shape, bounds, model.dtype, model.device)
         self._model = CachedModel(model.forward, self._cache)
+        self._stop_strings = model.stop_strings
         self._kept = PrefixStore(
             KVCache(shape, kept_bounds, model.dtype, model.device), kept_bounds
         )
@@ -175,6 +176,9 @@ class RunningBatch:
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
         self.sampled_tokens += len(tokens)
+        for row in np.flatnonzero(self._rows.column("has_stop_strings", first)).tolist():
+            stop = self._rows.requests[first + row].sampling.stop
+            is_stopped[row] |= self._stop_strings.is_reached(self._rows.sampled(first + row), stop)
         is_broken = ~np.isfinite(logprobs)
         leaving = first + np.flatnonzero(is_stopped | is_cut | is_broken)
         if not len(leaving):

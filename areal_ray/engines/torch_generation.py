@@ -100,7 +100,7 @@ class TorchGenerationEngine:
         """
         sound, bad = [], []
         for request in requests:
-            why = self._model.why_refused(request.prompt_ids)
+            why = self._model.why_refused(request)
             if why:
                 bad.append(failed_result(request.request_id, why))
             else:

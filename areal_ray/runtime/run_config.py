@@ -40,7 +40,7 @@ class EvaluationConfig(Config):
     """Held-out tasks, scored beside training under a committed version.
 
     What is not given here is inherited: agent and reward from the run, and of the sampling
-    max_new_tokens and stop_token_ids from rollout.sampling; the rest of the sampling is greedy.
+    max_new_tokens, stop_token_ids and stop from rollout.sampling; the rest of it is greedy.
     """
 
     tasks: TasksConfig

@@ -76,6 +76,7 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("learner.engine.device=cuda", "learner.num_gpus", "above 0"),
         ("rollout.engine.device=tpu", "rollout.engine.device", "cpu, cuda or cuda:N"),
         ("rollout.sampling.stop_token_ids=[-1]", "rollout.sampling.stop_token_ids.0", ">= 0"),
+        ("rollout.sampling.stop=['']", "rollout.sampling.stop.0", "at least 1"),
         ("name=a/b", "name", "plain folder name"),
         ("steps=0", "steps", ">= 1"),
         ("tasks=null", "tasks", "kind: rl needs it"),
