@@ -109,6 +109,9 @@ class ChatLimits:
     max_turns: int
     temperature: float = 1.0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     """Texts that end every turn; an agent may add others."""
 
@@ -220,6 +223,9 @@ class ChatClient:
         settled: dict[str, Any] = {
             "temperature": self.limits.temperature,
             "top_p": self.limits.top_p,
+            "presence_penalty": self.limits.presence_penalty,
+            "frequency_penalty": self.limits.frequency_penalty,
+            "logit_bias": self.limits.logit_bias,
             "n": 1,
             "stream": False,
             "tool_choice": "auto",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.engines.cached_model import Forward
 from areal_ray.engines.lean_forward import LeanForward, why_not_lean
+from areal_ray.engines.logit_adjustments import why_bias_refused
 from areal_ray.engines.model_files import (
     check_tensors,
     load_config,
@@ -41,6 +42,7 @@ class GenerationModel:
     def why_refused(self, request: GenerationRequest) -> str:
         """Empty if a request can be served, else what is wrong with it."""
         wrong = self._why_prompt_refused(request.prompt_ids)
+        wrong = wrong or why_bias_refused(request.sampling, self.vocab_size)
         if not wrong and request.sampling.stop:
             return self.stop_strings.load()
         return wrong

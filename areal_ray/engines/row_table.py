@@ -24,6 +24,8 @@ _SCALARS = np.dtype(
         ("temperature", "f4"),
         ("top_p", "f4"),
         ("top_k", "i8"),
+        ("min_p", "f4"),
+        ("is_adjusted", "?"),  # has penalties or biases
         ("cache_version", "i8"),  # weights that computed its keys and values
         ("has_stop_strings", "?"),
     ]
@@ -60,6 +62,8 @@ class RowTable:
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,
+            sampling.min_p,
+            bool(sampling.adjustments),
             version,
             bool(sampling.stop),
         )

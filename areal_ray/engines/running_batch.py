@@ -17,6 +17,7 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.cached_model import CachedModel
 from areal_ray.engines.generation_model import GenerationModel
 from areal_ray.engines.kv_cache import CacheLimits, KVCache
+from areal_ray.engines.logit_adjustments import adjust_
 from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import RowTable, failed_result
@@ -170,8 +171,10 @@ class RunningBatch:
     def _accept(self, logits: torch.Tensor, first: int) -> list[GenerationResult]:
         """Sample for rows first..num_rows-1, record the tokens, let finished rows leave."""
         uniform = uniforms(self._rows.column("stream", first), self._rows.column("length", first))
+        rows = self._sampling_rows(first)
+        adjusted = None if rows.adjusted is None else self._adjusted(logits, rows.adjusted, first)
         drawn, drawn_logprobs = sample(
-            logits, self._sampling_rows(first), torch.from_numpy(uniform).to(self._model.device)
+            logits, rows, torch.from_numpy(uniform).to(self._model.device), adjusted
         )
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
@@ -197,6 +200,14 @@ class RunningBatch:
         self._remove(leaving)
         return finished
 
+    def _adjusted(self, logits: torch.Tensor, which: torch.Tensor, first: int) -> torch.Tensor:
+        """[a, vocabulary] the logits of some of rows first.. with their penalties and biases."""
+        changed = logits[which].float()
+        for row_logits, i in zip(changed, which.tolist(), strict=True):
+            request = self._rows.requests[first + i]
+            adjust_(row_logits, request.sampling, request.prompt_ids, self._rows.sampled(first + i))
+        return changed
+
     def _sampling_rows(self, first: int) -> SamplingRows:
         if first == 0 and self._sampling is not None:
             return self._sampling
@@ -204,6 +215,8 @@ class RunningBatch:
             self._rows.column("temperature", first),
             self._rows.column("top_p", first),
             self._rows.column("top_k", first),
+            self._rows.column("min_p", first),
+            self._rows.column("is_adjusted", first),
             self._model.device,
         )
         if first == 0:

@@ -111,6 +111,9 @@ class AgentActor:
             max_turns=config.max_turns,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=sampling.logit_bias,
             stop=sampling.stop,
         )
         # A restarted actor must not collect what its predecessor asked for.

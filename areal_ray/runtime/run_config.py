@@ -70,7 +70,12 @@ class EvaluationConfig(Config):
         """How an evaluation samples, given how training does."""
         if self.sampling is not None:
             return self.sampling
-        return training.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+        return SamplingConfig(
+            temperature=0.0,
+            max_new_tokens=training.max_new_tokens,
+            stop_token_ids=training.stop_token_ids,
+            stop=training.stop,
+        )
 
     def described(self, training: SamplingConfig) -> str:
         """What it does, inherited values included, on one line."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,9 @@ def test_a_turn_is_shortened_to_what_is_left_of_the_context_window():
         ({"stop": ["x", ""]}, "stop = .* must be a text or a list of texts, none empty"),
         ({"stream": True}, "stream"),
         ({"n": 4}, "n = 4"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty: this client does not support it"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty = 1.0: the run samples with 0.0"),
+        ({"logit_bias": {"5": -100}}, "logit_bias = .*: the run samples with {}"),
+        ({"logprobs": True}, "logprobs: this client does not support it"),
     ],
 )
 def test_an_option_that_would_change_sampling_unseen_is_refused_by_name(options, told):
@@ -236,6 +239,8 @@ def test_stop_strings_of_the_agent_come_beside_the_runs_and_end_what_is_shown():
 
 def test_options_that_say_what_the_run_does_anyway_are_accepted():
     World().create(model="x", temperature=1.0, top_p=1.0, n=1, stream=False, seed=None)
+    World().create(presence_penalty=0, frequency_penalty=0.0, logit_bias={})
+    World(replace(LIMITS, presence_penalty=0.5)).create(presence_penalty=0.5)
 
 
 def test_seconds_tell_the_model_from_everything_else():
