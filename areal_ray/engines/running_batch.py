@@ -7,6 +7,7 @@ its place, so every tensor op reads a slice. A step costs what the longest runni
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,23 @@ from areal_ray.engines.kv_cache import CacheLimits, KVCache
 from areal_ray.engines.logit_adjustments import adjust_
 from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
-from areal_ray.engines.row_table import RowTable, failed_result
+from areal_ray.engines.row_table import RowTable, aborted_result, failed_result
 from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, uniforms
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 
 _FEWEST_TOKENS_WORTH_COPYING = 8
+_Reused = tuple[int, int, bool]
+"""Row to copy from, tokens to copy, whether from a kept sequence."""
+
+
+@dataclass(slots=True)
+class _LongPrompt:
+    """A turn that waits for its prompt, computed a part a step in a row beyond the running ones."""
+
+    request: GenerationRequest
+    row: int
+    """Where its keys and values are; running rows only leave meanwhile, so it stays free."""
+    num_computed: int
 
 
 class RunningBatch:
@@ -50,20 +63,45 @@ class RunningBatch:
         self.prefilled_tokens = 0
         self._rows = RowTable(config.max_slots, model.window_tokens, model.stop_ids)
         self._sampling: SamplingRows | None = None
+        self._long: _LongPrompt | None = None
 
     @property
     def num_rows(self) -> int:
         """Turns being sampled."""
         return self._rows.num_rows
 
+    @property
+    def num_entering(self) -> int:
+        """Turns whose prompt is computed in part."""
+        return int(self._long is not None)
+
     # -- entering -------------------------------------------------------------------------------
 
     def admit(self, entering: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Start turns that `take` chose; returns those that end with their first token."""
+        """Start turns that `take` chose; returns those that end with their first token.
+
+        A prompt of more than one step's prefill, which `take` gives alone, is computed a part a
+        call; its turn starts when the rest fits.
+        """
+        if self._long is not None:
+            assert not entering, "take gives none meanwhile"
+            return self._go_on(self._long)
         if not entering:
             return []
         leaders, leader_of = _distinct_prompts(entering)
         reused = self._reuse(leaders)
+        if len(entering) == 1 and self._is_too_long(entering[0], reused[0][1]):
+            self._long = self._begin_long(entering[0], reused[0])
+            return self._go_on(self._long)
+        return self._start(entering, leaders, leader_of, reused)
+
+    def _start(
+        self,
+        entering: Sequence[GenerationRequest],
+        leaders: Sequence[GenerationRequest],
+        leader_of: Sequence[int],
+        reused: Sequence[_Reused],
+    ) -> list[GenerationResult]:
         order = sorted(
             range(len(leaders)),
             key=lambda i: (reused[i][1] > 0, reused[i][1] - len(leaders[i].prompt_ids)),
@@ -91,8 +129,39 @@ class RunningBatch:
             logits = logits.index_select(0, torch.from_numpy(everyone).to(self._model.device))
         return self._accept(logits, first)
 
+    def _is_too_long(self, request: GenerationRequest, num_computed: int) -> bool:
+        rest = len(request.prompt_ids) - num_computed
+        return rest > self._config.max_prefill_tokens_per_step
+
+    def _begin_long(self, request: GenerationRequest, reused: _Reused) -> _LongPrompt:
+        row, prompt = self.num_rows, request.prompt_ids
+        self._cache.reserve(row + 1, len(prompt))
+        self._rows.tokens[row, : len(prompt)] = prompt
+        self._copy_reused([reused], row)
+        return _LongPrompt(request, row, reused[1])
+
+    def _go_on(self, long: _LongPrompt) -> list[GenerationResult]:
+        """Compute the next part of a long prompt, or start its turn over what is computed."""
+        if self._is_too_long(long.request, long.num_computed):
+            start = long.num_computed
+            end = start + self._config.max_prefill_tokens_per_step
+            self._prefill_rows(long.row, np.array([start]), np.array([end]))
+            long.num_computed = end
+            return []
+        first, source = self.num_rows, (long.row, long.num_computed, False)
+        finished = self._start([long.request], [long.request], [0], [source])
+        if long.row != first:
+            self._cache.clear_row(long.row)
+        self._long = None
+        return finished
+
     def take(self, waiting: deque[GenerationRequest]) -> list[GenerationRequest]:
-        """Pop what fits rows, cache bytes and one step's prefill; at least one when idle."""
+        """Pop what fits rows, cache bytes and one step's prefill; at least one when idle.
+
+        None while a long prompt is computed, which takes each step's prefill whole.
+        """
+        if self._long is not None:
+            return []
         taken: list[GenerationRequest] = []
         longest = int(self._rows.column("end").max(initial=0))
         new_tokens, seen = 0, set()
@@ -116,7 +185,7 @@ class RunningBatch:
         wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
         return min(wanted, self._window_tokens)
 
-    def _reuse(self, leaders: Sequence[GenerationRequest]) -> list[tuple[int, int, bool]]:
+    def _reuse(self, leaders: Sequence[GenerationRequest]) -> list[_Reused]:
         """For each prompt: row to copy from, tokens to copy, whether from a kept sequence."""
         running: dict[str, list[int]] = {}
         for row in np.flatnonzero(self._rows.column("cache_version") == self.version).tolist():
@@ -137,12 +206,12 @@ class RunningBatch:
             found.append(best if best[0] >= 0 else (-1, 0, False))
         return found
 
-    def _copy_reused(self, reused: Sequence[tuple[int, int, bool]], first: int) -> None:
+    def _copy_reused(self, reused: Sequence[_Reused], first: int) -> None:
         for is_kept, source in ((True, self._kept.cache), (False, self._cache)):
             chosen = [
                 (row, first + i, shared)
                 for i, (row, shared, kept) in enumerate(reused)
-                if shared and kept is is_kept
+                if shared and kept is is_kept and (kept or row != first + i)
             ]
             if chosen:
                 rows, targets, lengths = zip(*chosen, strict=True)
@@ -150,7 +219,11 @@ class RunningBatch:
 
     def _prefill(self, first: int, starts: NDArray[np.int64]) -> torch.Tensor:
         """[m, vocabulary] after the known tokens of rows first.., `starts` [m] of them cached."""
-        lengths = self._rows.column("length", first)[: len(starts)]
+        return self._prefill_rows(first, starts, self._rows.column("length", first)[: len(starts)])
+
+    def _prefill_rows(
+        self, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> torch.Tensor:
         self.prefilled_tokens += int((lengths - starts).sum())
         return self._model.prefill(
             self._rows.tokens, first, starts, lengths, self._config.max_prefill_tokens_per_step
@@ -252,11 +325,19 @@ class RunningBatch:
         aborted = [self._rows.result(row, StopReason.ABORT) for row in rows]
         if rows:
             self._remove(np.array(rows, dtype=np.int64))
+        if self._long is not None and self._long.request.request_id in request_ids:
+            aborted.append(aborted_result(self._long.request.request_id))
+            self._cache.clear_row(self._long.row)
+            self._long = None
         return aborted
 
     def running_ids(self) -> list[str]:
-        """Ids of the turns being sampled."""
-        return [request.request_id for request in self._rows.requests]
+        """Ids of the turns being sampled, and of one whose prompt is computed in part."""
+        requests = list(self._rows.requests)
+        long = self._long
+        if long is not None and all(request is not long.request for request in requests):
+            requests.append(long.request)
+        return [request.request_id for request in requests]
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -264,11 +345,15 @@ class RunningBatch:
         """Sample from these weights from the next step on; kept sequences are forgotten.
 
         With `recompute` the keys and values of running rows are computed anew, so that the next
-        token's distribution is exactly that of the new weights; else they stay as they are.
+        token's distribution is exactly that of the new weights; else they stay as they are. A
+        prompt computed in part begins anew, since its turns have no token of older weights yet.
         """
         self._model.forward.install(weights)
         self.version = version
         self._kept.clear()
+        if self._long is not None:
+            self._cache.clear_row(self._long.row)
+            self._long.num_computed = 0
         if recompute and self.num_rows:
             length = self._rows.column("length")
             length -= 1  # the last token is the next step's input
@@ -283,7 +368,7 @@ _NOT_FINITE = (
 )
 
 
-def _num_tokens(found: tuple[int, int, bool]) -> int:
+def _num_tokens(found: _Reused) -> int:
     return found[1]
 
 
