@@ -352,7 +352,6 @@ class RunningBatch:
         self.version = version
         self._kept.clear()
         if self._long is not None:
-            self._cache.clear_row(self._long.row)
             self._long.num_computed = 0
         if recompute and self.num_rows:
             length = self._rows.column("length")

@@ -120,6 +120,7 @@ def test_running_turns_that_end_meanwhile_leave_it_where_it_is(folders):
     model = hf_model(folders["lean"])
     for one in (*others, LATE):
         found = results[one.request_id]
+        assert not found.error
         np.testing.assert_allclose(found.logprobs, hf_logprobs(model, one, found)[0], atol=1e-4)
 
 
@@ -150,6 +151,7 @@ def test_an_abort_in_the_middle_ends_it_alone(folders):
     model = hf_model(folders["lean"])
     for one in (SHORT, again):
         found = results[one.request_id]
+        assert not found.error
         np.testing.assert_allclose(found.logprobs, hf_logprobs(model, one, found)[0], atol=1e-4)
 
 
@@ -183,7 +185,8 @@ def test_each_token_carries_the_version_that_sampled_it_across_a_change_in_the_m
     assert set(driven.results["long"].versions.tolist()) == {2}
 
 
-def test_broken_weights_in_the_middle_spoil_nothing_that_comes_after_better_ones(folders):
+@pytest.mark.parametrize("end", ["goes on", "is aborted", "ends broken"])
+def test_broken_weights_in_the_middle_spoil_nothing_that_comes_after_better_ones(folders, end):
     sound = tensors_of(folders["lean"])
     broken = {name: tensor * float("nan") for name, tensor in sound.items()}
     driven = Driven(made(folders["lean"]), SHORT, LATE)
@@ -191,13 +194,20 @@ def test_broken_weights_in_the_middle_spoil_nothing_that_comes_after_better_ones
     driven.change_weights(prepared(folders["lean"], broken), 1)
     driven.until_entering(3)
     assert "not finite" in driven.results["short"].error
+    if end == "is aborted":
+        with torch.inference_mode():
+            driven.batch.abort({"long"})
+    elif end == "ends broken":
+        assert "not finite" in driven.finish()["long"].error
     driven.change_weights(prepared(folders["lean"], sound), 2)
-    after = [request(f"a{i}", random_prompt(i, 8 + i), seed=i) for i in range(3)]
+    # Beside a longer row, a short one reads over the whole row, hidden columns too.
+    after = [request(f"a{i}", random_prompt(i, length), seed=i) for i, length in enumerate((60, 8))]
     driven.waiting.extend(after)
     results = driven.finish()
     model = hf_model(folders["lean"])
-    for one in (LATE, *after):
+    for one in (LATE, *after) if end == "goes on" else after:
         found = results[one.request_id]
+        assert not found.error
         np.testing.assert_allclose(found.logprobs, hf_logprobs(model, one, found)[0], atol=1e-4)
 
 
