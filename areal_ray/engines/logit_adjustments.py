@@ -10,6 +10,18 @@ import torch
 from numpy.typing import NDArray
 
 from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.engines.row_table import RowTable
+
+
+def adjusted_logits(
+    logits: torch.Tensor, which: torch.Tensor, rows: RowTable, first: int
+) -> torch.Tensor:
+    """[a, vocabulary] float32 what the rows first + which [a] draw from; `logits` stay."""
+    changed = logits[which].float()
+    for row_logits, i in zip(changed, which.tolist(), strict=True):
+        request = rows.requests[first + i]
+        adjust_(row_logits, request.sampling, request.prompt_ids, rows.sampled(first + i))
+    return changed
 
 
 def adjust_(

@@ -18,16 +18,12 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.cached_model import CachedModel
 from areal_ray.engines.generation_model import GenerationModel
 from areal_ray.engines.kv_cache import CacheLimits, KVCache
-from areal_ray.engines.logit_adjustments import adjust_
-from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
+from areal_ray.engines.logit_adjustments import adjusted_logits
+from areal_ray.engines.prefix_reuse import PrefixReuse, Reused
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import RowTable, aborted_result, failed_result
 from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, uniforms
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
-
-_FEWEST_TOKENS_WORTH_COPYING = 8
-_Reused = tuple[int, int, bool]
-"""Row to copy from, tokens to copy, whether from a kept sequence."""
 
 
 @dataclass(slots=True)
@@ -52,16 +48,15 @@ class RunningBatch:
         )
         self._cache = KVCache(shape, bounds, model.dtype, model.device)
         self._model = CachedModel(model.forward, self._cache)
-        self._stop_strings = model.stop_strings
-        self._kept = PrefixStore(
-            KVCache(shape, kept_bounds, model.dtype, model.device), kept_bounds
-        )
         self._config = config
         self._window_tokens = model.window_tokens
         self.version = 0
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
-        self._rows = RowTable(config.max_slots, model.window_tokens, model.stop_ids)
+        self._rows = RowTable(
+            config.max_slots, model.window_tokens, model.stop_ids, model.stop_strings
+        )
+        self._prefixes = PrefixReuse(self._rows, self._cache, kept_bounds)
         self._sampling: SamplingRows | None = None
         self._long: _LongPrompt | None = None
 
@@ -84,13 +79,13 @@ class RunningBatch:
         call; its turn starts when the rest fits.
         """
         if self._long is not None:
-            assert not entering, "take gives none meanwhile"
             return self._go_on(self._long)
         if not entering:
             return []
         leaders, leader_of = _distinct_prompts(entering)
-        reused = self._reuse(leaders)
-        if len(entering) == 1 and self._is_too_long(entering[0], reused[0][1]):
+        reused = self._prefixes.find(leaders, self.version)
+        limit = self._config.max_prefill_tokens_per_step
+        if len(entering) == 1 and len(entering[0].prompt_ids) - reused[0][1] > limit:
             self._long = self._begin_long(entering[0], reused[0])
             return self._go_on(self._long)
         return self._start(entering, leaders, leader_of, reused)
@@ -100,7 +95,7 @@ class RunningBatch:
         entering: Sequence[GenerationRequest],
         leaders: Sequence[GenerationRequest],
         leader_of: Sequence[int],
-        reused: Sequence[_Reused],
+        reused: Sequence[Reused],
     ) -> list[GenerationResult]:
         order = sorted(
             range(len(leaders)),
@@ -114,9 +109,9 @@ class RunningBatch:
         for request in in_row_order:
             self._rows.append(request, self._end(request), self.version)
         self._sampling = None
-        self._copy_reused([reused[i] for i in order], first)
+        self._prefixes.copy([reused[i] for i in order], first)
         starts = np.array([reused[i][1] for i in order], dtype=np.int64)
-        logits = self._prefill(first, starts)
+        logits = self._prefill(first, starts, self._rows.column("length", first)[: len(starts)])
         if siblings:
             rows_of_leaders = np.array([place[leader_of[i]] for i in siblings], dtype=np.int64)
             self._cache.copy_rows(
@@ -129,26 +124,22 @@ class RunningBatch:
             logits = logits.index_select(0, torch.from_numpy(everyone).to(self._model.device))
         return self._accept(logits, first)
 
-    def _is_too_long(self, request: GenerationRequest, num_computed: int) -> bool:
-        rest = len(request.prompt_ids) - num_computed
-        return rest > self._config.max_prefill_tokens_per_step
-
-    def _begin_long(self, request: GenerationRequest, reused: _Reused) -> _LongPrompt:
+    def _begin_long(self, request: GenerationRequest, reused: Reused) -> _LongPrompt:
         row, prompt = self.num_rows, request.prompt_ids
         self._cache.reserve(row + 1, len(prompt))
         self._rows.tokens[row, : len(prompt)] = prompt
-        self._copy_reused([reused], row)
+        self._prefixes.copy([reused], row)
         return _LongPrompt(request, row, reused[1])
 
     def _go_on(self, long: _LongPrompt) -> list[GenerationResult]:
         """Compute the next part of a long prompt, or start its turn over what is computed."""
-        if self._is_too_long(long.request, long.num_computed):
-            start = long.num_computed
-            end = start + self._config.max_prefill_tokens_per_step
-            self._prefill_rows(long.row, np.array([start]), np.array([end]))
+        start = long.num_computed
+        end = start + self._config.max_prefill_tokens_per_step
+        if end < len(long.request.prompt_ids):
+            self._prefill(long.row, np.array([start]), np.array([end]))
             long.num_computed = end
             return []
-        first, source = self.num_rows, (long.row, long.num_computed, False)
+        first, source = self.num_rows, (long.row, start, False)
         finished = self._start([long.request], [long.request], [0], [source])
         if long.row != first:
             self._cache.clear_row(long.row)
@@ -185,45 +176,10 @@ class RunningBatch:
         wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
         return min(wanted, self._window_tokens)
 
-    def _reuse(self, leaders: Sequence[GenerationRequest]) -> list[_Reused]:
-        """For each prompt: row to copy from, tokens to copy, whether from a kept sequence."""
-        running: dict[str, list[int]] = {}
-        for row in np.flatnonzero(self._rows.column("cache_version") == self.version).tolist():
-            running.setdefault(self._rows.requests[row].prefix_key, []).append(row)
-        lengths = self._rows.column("length")
-        found = []
-        for request in leaders:
-            best, key = (-1, _FEWEST_TOKENS_WORTH_COPYING - 1, False), request.prefix_key
-            if key:
-                # The last prompt token is always computed: its logits are wanted.
-                prompt = request.prompt_ids[:-1]
-                row, shared = self._kept.longest(key, prompt)
-                best = max(best, (row, shared, True), key=_num_tokens)
-                is_next_turn = shared * 2 > len(prompt)  # of an ended one; no need to look further
-                for row in () if is_next_turn else running.get(key, ()):
-                    shared = num_shared(self._rows.tokens[row, : lengths[row] - 1], prompt)
-                    best = max(best, (row, shared, False), key=_num_tokens)
-            found.append(best if best[0] >= 0 else (-1, 0, False))
-        return found
-
-    def _copy_reused(self, reused: Sequence[_Reused], first: int) -> None:
-        for is_kept, source in ((True, self._kept.cache), (False, self._cache)):
-            chosen = [
-                (row, first + i, shared)
-                for i, (row, shared, kept) in enumerate(reused)
-                if shared and kept is is_kept and (kept or row != first + i)
-            ]
-            if chosen:
-                rows, targets, lengths = zip(*chosen, strict=True)
-                self._cache.copy_rows(source, np.array(rows), np.array(targets), max(lengths))
-
-    def _prefill(self, first: int, starts: NDArray[np.int64]) -> torch.Tensor:
-        """[m, vocabulary] after the known tokens of rows first.., `starts` [m] of them cached."""
-        return self._prefill_rows(first, starts, self._rows.column("length", first)[: len(starts)])
-
-    def _prefill_rows(
+    def _prefill(
         self, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> torch.Tensor:
+        """[m, vocabulary] after lengths [m] tokens of rows first.., starts [m] of them cached."""
         self.prefilled_tokens += int((lengths - starts).sum())
         return self._model.prefill(
             self._rows.tokens, first, starts, lengths, self._config.max_prefill_tokens_per_step
@@ -245,16 +201,15 @@ class RunningBatch:
         """Sample for rows first..num_rows-1, record the tokens, let finished rows leave."""
         uniform = uniforms(self._rows.column("stream", first), self._rows.column("length", first))
         rows = self._sampling_rows(first)
-        adjusted = None if rows.adjusted is None else self._adjusted(logits, rows.adjusted, first)
+        adjusted = None
+        if rows.adjusted is not None:
+            adjusted = adjusted_logits(logits, rows.adjusted, self._rows, first)
         drawn, drawn_logprobs = sample(
             logits, rows, torch.from_numpy(uniform).to(self._model.device), adjusted
         )
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
         self.sampled_tokens += len(tokens)
-        for row in np.flatnonzero(self._rows.column("has_stop_strings", first)).tolist():
-            stop = self._rows.requests[first + row].sampling.stop
-            is_stopped[row] |= self._stop_strings.is_reached(self._rows.sampled(first + row), stop)
         is_broken = ~np.isfinite(logprobs)
         leaving = first + np.flatnonzero(is_stopped | is_cut | is_broken)
         if not len(leaving):
@@ -269,46 +224,19 @@ class RunningBatch:
                 reason = StopReason.STOP if is_stopped[row - first] else StopReason.LENGTH
                 finished.append(self._rows.result(row, reason))
                 ended.append(row)
-        self._keep(ended)
+        self._prefixes.keep(ended, self.version)
         self._remove(leaving)
         return finished
-
-    def _adjusted(self, logits: torch.Tensor, which: torch.Tensor, first: int) -> torch.Tensor:
-        """[a, vocabulary] the logits of some of rows first.. with their penalties and biases."""
-        changed = logits[which].float()
-        for row_logits, i in zip(changed, which.tolist(), strict=True):
-            request = self._rows.requests[first + i]
-            adjust_(row_logits, request.sampling, request.prompt_ids, self._rows.sampled(first + i))
-        return changed
 
     def _sampling_rows(self, first: int) -> SamplingRows:
         if first == 0 and self._sampling is not None:
             return self._sampling
-        made = SamplingRows.of(
-            self._rows.column("temperature", first),
-            self._rows.column("top_p", first),
-            self._rows.column("top_k", first),
-            self._rows.column("min_p", first),
-            self._rows.column("is_adjusted", first),
-            self._model.device,
-        )
+        made = self._rows.sampling_rows(first, self._model.device)
         if first == 0:
             self._sampling = made
         return made
 
     # -- leaving --------------------------------------------------------------------------------
-
-    def _keep(self, rows: Sequence[int]) -> None:
-        """Keep the ended sequences that have a key and were computed under one version."""
-        lengths, versions = self._rows.column("length"), self._rows.column("cache_version")
-        ended = []
-        for row in rows:
-            key = self._rows.requests[row].prefix_key
-            if key and versions[row] == self.version:
-                tokens = self._rows.tokens[row, : lengths[row] - 1].copy()
-                ended.append(Ended(key, tokens, int(row)))
-        if ended:
-            self._kept.keep(ended, self._cache)
 
     def _remove(self, leaving: NDArray[np.int64]) -> None:
         movers, gaps = self._rows.remove(leaving)
@@ -333,11 +261,10 @@ class RunningBatch:
 
     def running_ids(self) -> list[str]:
         """Ids of the turns being sampled, and of one whose prompt is computed in part."""
-        requests = list(self._rows.requests)
-        long = self._long
-        if long is not None and all(request is not long.request for request in requests):
-            requests.append(long.request)
-        return [request.request_id for request in requests]
+        ids = [request.request_id for request in self._rows.requests]
+        if self._long is not None and self._long.request.request_id not in ids:
+            ids.append(self._long.request.request_id)
+        return ids
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -350,13 +277,13 @@ class RunningBatch:
         """
         self._model.forward.install(weights)
         self.version = version
-        self._kept.clear()
+        self._prefixes.clear()
         if self._long is not None:
             self._long.num_computed = 0
         if recompute and self.num_rows:
             length = self._rows.column("length")
             length -= 1  # the last token is the next step's input
-            self._prefill(0, np.zeros(self.num_rows, dtype=np.int64))
+            self._prefill(0, np.zeros(self.num_rows, dtype=np.int64), length)
             length += 1
             self._rows.column("cache_version")[:] = version
 
@@ -365,10 +292,6 @@ _NOT_FINITE = (
     "version {} of the weights gave logits that are not finite; the training step that made them "
     "diverged. Lower the learning rate or resume from an earlier checkpoint."
 )
-
-
-def _num_tokens(found: _Reused) -> int:
-    return found[1]
 
 
 def _distinct_prompts(
