@@ -93,7 +93,7 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("reward.score=", "reward.score", "must be text"),
         ("learner.optimizer.lr=.inf", "learner.optimizer.lr", "finite"),
         ("learner.optimizer.lr=nan", "learner.optimizer.lr", "must be a number"),
-        ("rollout.sampling.frequency_penalty=0.5", "rollout.sampling.frequency_penalty", "unknown"),
+        ("rollout.sampling.length_penalty=0.5", "rollout.sampling.length_penalty", "unknown"),
         ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "> 0"),
         ("sft={phases: [{source: 'a:b', steps: 1, batch_size: 1}]}", "sft", "no use for it"),
         ("evaluation={every_steps: 5}", "evaluation.tasks", "must be given"),
