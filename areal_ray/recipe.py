@@ -217,6 +217,12 @@ class Recipe(Config):
                 "rollout.sampling.temperature: is 0; must be above 0 for training, since greedy "
                 "samples of a task are all alike. Use 1.0; evaluation.sampling may be 0."
             )
+        problems += [
+            f"rollout.sampling.{name}: is {getattr(self.rollout.sampling, name)}; must be left out "
+            "for training, where what samples has to be the policy itself. Move it to "
+            "evaluation.sampling."
+            for name in self.rollout.sampling.adjustments
+        ]
         around = Surroundings(
             critic=self.critic,
             reference=self.reference,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from areal_ray.core.trajectory import StopReason
 from areal_ray.core.turn import Reply, SampledTurn, TurnRecorder
 
-Sample = Callable[[NDArray[np.int32], int, int], Awaitable[SampledTurn]]
-"""(prompt_ids [P], max_new_tokens, turn_id) -> the sampled turn."""
+Sample = Callable[[NDArray[np.int32], int, int, tuple[str, ...]], Awaitable[SampledTurn]]
+"""(prompt_ids [P], max_new_tokens, turn_id, stop) -> the sampled turn."""
 
 _IGNORED = {"model", "user", "metadata", "store", "timeout"}
 """Options that change nothing about what is sampled."""
@@ -109,6 +109,11 @@ class ChatLimits:
     max_turns: int
     temperature: float = 1.0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    """Texts that end every turn; an agent may add others."""
 
 
 class ChatClient:
@@ -129,7 +134,7 @@ class ChatClient:
         self._sample = sample
 
     async def create(self, **options: Any) -> ChatCompletion:
-        """Sample one assistant turn: messages, tools, max_tokens or max_completion_tokens.
+        """Sample one assistant turn: messages, tools, stop, max_tokens or max_completion_tokens.
 
         Raises:
             LimitReachedError: No turn or no room in the context window is left.
@@ -150,6 +155,7 @@ class ChatClient:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         max_completion_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
         **options: Any,
     ) -> tuple[ChatCompletion, int]:
         """`create` for any agent of the episode; also the number of the turn.
@@ -164,6 +170,7 @@ class ChatClient:
         if options:
             self._refuse(options)
         wanted = self._wanted_tokens(max_tokens, max_completion_tokens)
+        stops = self._stops(stop)
         if self.num_turns >= self.limits.max_turns:
             raise self._reached(f"agent.max_turns = {self.limits.max_turns}")
         turn = self._recorder.open_turn(messages, tools, called_by)
@@ -176,10 +183,10 @@ class ChatClient:
         self.num_turns += 1
         started = time.monotonic()
         try:
-            sampled = await self._sample(turn.prompt_ids, min(wanted, room), turn.turn_id)
+            sampled = await self._sample(turn.prompt_ids, min(wanted, room), turn.turn_id, stops)
         finally:
             self.model_s += time.monotonic() - started
-        reply = self._recorder.close_turn(turn, sampled)
+        reply = self._recorder.close_turn(turn, sampled, stops)
         usage = Usage(len(turn.prompt_ids), len(sampled.token_ids))
         choices = [Choice(_message(reply), _finish(sampled, reply))]
         return ChatCompletion(f"chatcmpl-{turn.turn_id}", choices, usage), turn.turn_id
@@ -202,15 +209,26 @@ class ChatClient:
         given = [value for value in limits.values() if value is not None]
         return min([*given, self.limits.max_new_tokens])
 
+    def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+        """The run's stop strings and the agent's; when a turn ends changes no token's log-prob."""
+        if not stop:
+            return self.limits.stop
+        added = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in added):
+            raise ValueError(f"stop = {stop!r}; must be a text or a list of texts, none empty")
+        return tuple(dict.fromkeys((*self.limits.stop, *added)))
+
     def _refuse(self, options: Mapping[str, Any]) -> None:
         """Off-policy sampling would be silent: refuse what the record could not say."""
         settled: dict[str, Any] = {
             "temperature": self.limits.temperature,
             "top_p": self.limits.top_p,
+            "presence_penalty": self.limits.presence_penalty,
+            "frequency_penalty": self.limits.frequency_penalty,
+            "logit_bias": self.limits.logit_bias,
             "n": 1,
             "stream": False,
             "tool_choice": "auto",
-            "stop": None,
             "seed": None,
         }
         for name, value in options.items():

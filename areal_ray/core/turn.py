@@ -19,7 +19,7 @@ class SampledTurn(Protocol):
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """[N] sampled ids, the stop token included where one was sampled."""
+        """[N] sampled ids; the stop token, or the one that completes a stop string, included."""
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
@@ -49,7 +49,7 @@ class Reply:
     """What the model said in one turn, read back from its tokens."""
 
     text: str
-    """Without stop and padding tokens; tool calls removed."""
+    """Without stop and padding tokens, up to a stop string; tool calls removed."""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
@@ -80,5 +80,7 @@ class TurnRecorder(Protocol):
             called_by: Of a sub-agent, `turn_id` of the closed turn that called it.
         """
 
-    def close_turn(self, turn: PromptedTurn, sampled: SampledTurn) -> Reply:
-        """Record what was sampled for `turn` and read it back."""
+    def close_turn(
+        self, turn: PromptedTurn, sampled: SampledTurn, stop: Sequence[str] = ()
+    ) -> Reply:
+        """Record what was sampled for `turn` and read it back, up to a stop string."""

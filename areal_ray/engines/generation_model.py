@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.engines.cached_model import Forward
 from areal_ray.engines.lean_forward import LeanForward, why_not_lean
+from areal_ray.engines.logit_adjustments import why_bias_refused
 from areal_ray.engines.model_files import (
     check_tensors,
     load_config,
@@ -18,7 +19,9 @@ from areal_ray.engines.model_files import (
     model_folder,
     stop_token_ids,
 )
+from areal_ray.engines.protocols import GenerationRequest
 from areal_ray.engines.saved_config import read_saved_config
+from areal_ray.engines.stop_strings import StopStrings
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.errors import EngineError
 
@@ -34,9 +37,17 @@ class GenerationModel:
     """Prompt and sampled tokens of one sequence."""
     vocab_size: int
     stop_ids: tuple[int, ...]
+    stop_strings: StopStrings
 
-    def why_refused(self, prompt_ids: NDArray[np.int32]) -> str:
-        """Empty if a prompt can be served, else what is wrong with it."""
+    def why_refused(self, request: GenerationRequest) -> str:
+        """Empty if a request can be served, else what is wrong with it."""
+        wrong = self._why_prompt_refused(request.prompt_ids)
+        wrong = wrong or why_bias_refused(request.sampling, self.vocab_size)
+        if not wrong and request.sampling.stop:
+            return self.stop_strings.load()
+        return wrong
+
+    def _why_prompt_refused(self, prompt_ids: NDArray[np.int32]) -> str:
         if len(prompt_ids) == 0:
             return "the prompt is empty; it must hold at least one token."
         if len(prompt_ids) >= self.window_tokens:
@@ -79,6 +90,7 @@ def load_generation_model(path: str | Path, config: TorchGenerationConfig) -> Ge
         window_tokens=_window(config.max_context_tokens, model_config),
         vocab_size=int(model_config.vocab_size),
         stop_ids=stop_token_ids(folder),
+        stop_strings=StopStrings(folder),
     )
 
 

@@ -1,5 +1,6 @@
 """What a generation engine and a train engine can do; the actors know nothing else of them."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from areal_ray.core.config import Config
 from areal_ray.core.trajectory import Group, StopReason
@@ -29,10 +30,46 @@ class SamplingConfig(Config):
     """Sample among the likeliest tokens that reach this probability. 1 = off."""
     top_k: int = Field(0, ge=0)
     """Sample among so many likeliest tokens. 0 = off."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Sample among tokens at least this times as probable as the likeliest. 0 = off."""
+    repetition_penalty: float = Field(1.0, gt=0.0)
+    """Divides positive logits of tokens of prompt and turn, multiplies negative ones; 1 = off.
+    With it, the penalties below or logit_bias, what samples is not the policy: refused where a
+    run trains, and log-probs stay those of the policy without them."""
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Taken from the logit of each token that the turn holds already, as OpenAI does; 0 = off."""
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """The same for each time that the turn holds it; 0 = off."""
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
+        default_factory=dict
+    )
+    """Token id -> what is added to its logit before penalties and temperature."""
     max_new_tokens: int = Field(256, ge=1)
     """Tokens one turn may sample at most."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Beside the tokenizer's end-of-turn token."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a turn, also where they run over several tokens. All sampled tokens, the one
+    that completes the text included, stay in the record and train; the reply's text ends before."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_token_ids(cls, logit_bias: dict[str, float]) -> dict[str, float]:
+        for key in logit_bias:  # texts, since YAML and JSON allow no others
+            if re.fullmatch(r"[0-9]{1,9}", key) is None:
+                raise ValueError(f"has the key {key!r}; must be token ids, such as '17'")
+        return logit_bias
+
+    @property
+    def adjustments(self) -> tuple[str, ...]:
+        """Fields in use that make another distribution than the policy's own."""
+        plain = {
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logit_bias": {},
+        }
+        return tuple(name for name, off in plain.items() if getattr(self, name) != off)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +92,7 @@ class GenerationResult:
 
     request_id: str
     token_ids: NDArray[np.int32]
-    """[N] the sampled ids, the stop token included where one was sampled."""
+    """[N] the sampled ids; the stop token, or the one that completes a stop string, included."""
     logprobs: NDArray[np.float32]
     """[N] log-prob of each sampled token at the sampling temperature."""
     versions: NDArray[np.int32]

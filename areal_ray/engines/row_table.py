@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
-from areal_ray.engines.sampling import stream
+from areal_ray.engines.sampling import SamplingRows, stream
+from areal_ray.engines.stop_strings import StopStrings
 
 _SCALARS = np.dtype(
     [
@@ -24,7 +26,10 @@ _SCALARS = np.dtype(
         ("temperature", "f4"),
         ("top_p", "f4"),
         ("top_k", "i8"),
+        ("min_p", "f4"),
+        ("is_adjusted", "?"),  # has penalties or biases
         ("cache_version", "i8"),  # weights that computed its keys and values
+        ("has_stop_strings", "?"),
     ]
 )
 
@@ -32,7 +37,13 @@ _SCALARS = np.dtype(
 class RowTable:
     """Tokens, log-probs, versions, limits and sampling settings of running sequences."""
 
-    def __init__(self, max_rows: int, max_tokens: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        stop_strings: StopStrings,
+    ) -> None:
         self.num_rows = 0
         self.requests: list[GenerationRequest] = []
         self.tokens = np.empty((max_rows, max_tokens), dtype=np.int32)
@@ -40,11 +51,23 @@ class RowTable:
         self._versions = np.empty((max_rows, max_tokens), dtype=np.int32)
         self._scalars = np.zeros(max_rows, dtype=_SCALARS)
         self._stop_ids = tuple(stop_ids)
+        self._stop_strings = stop_strings
         self._stops = np.full((max_rows, max(1, len(stop_ids))), -1, dtype=np.int32)
 
     def column(self, name: str, first: int = 0) -> NDArray[Any]:
         """[num_rows - first] one scalar of rows first.. in use, a view."""
         return self._scalars[name][first : self.num_rows]
+
+    def sampling_rows(self, first: int, device: torch.device) -> SamplingRows:
+        """How rows first.. are sampled."""
+        return SamplingRows.of(
+            self.column("temperature", first),
+            self.column("top_p", first),
+            self.column("top_k", first),
+            self.column("min_p", first),
+            self.column("is_adjusted", first),
+            device,
+        )
 
     def append(self, request: GenerationRequest, end: int, version: int) -> None:
         """Add a row that knows its prompt and is cut when it knows `end` tokens."""
@@ -59,7 +82,10 @@ class RowTable:
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,
+            sampling.min_p,
+            bool(sampling.adjustments),
             version,
+            bool(sampling.stop),
         )
         stops = {*self._stop_ids, *sampling.stop_token_ids}
         if len(stops) > self._stops.shape[1]:
@@ -86,14 +112,21 @@ class RowTable:
         self._versions[rows, length] = version
         length += 1
         is_stopped = (self._stops[first : self.num_rows] == tokens[:, None]).any(1)
+        for i in np.flatnonzero(self.column("has_stop_strings", first)).tolist():
+            stop = self.requests[first + i].sampling.stop
+            is_stopped[i] |= self._stop_strings.is_reached(self.sampled(first + i), stop)
         return is_stopped, length >= self.column("end", first)
+
+    def sampled(self, row: int) -> NDArray[np.int32]:
+        """[N] the tokens sampled in a row so far, a view."""
+        return self.tokens[row, self._scalars["prompt"][row] : self._scalars["length"][row]]
 
     def result(self, row: int, reason: StopReason) -> GenerationResult:
         """The turn sampled in a row so far."""
         sampled = slice(int(self._scalars["prompt"][row]), int(self._scalars["length"][row]))
         return GenerationResult(
             request_id=self.requests[row].request_id,
-            token_ids=self.tokens[row, sampled].copy(),
+            token_ids=self.sampled(row).copy(),
             logprobs=self._logprobs[row, sampled].copy(),
             versions=self._versions[row, sampled].copy(),
             stop_reason=reason,

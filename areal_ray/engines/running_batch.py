@@ -7,6 +7,7 @@ its place, so every tensor op reads a slice. A step costs what the longest runni
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,22 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.cached_model import CachedModel
 from areal_ray.engines.generation_model import GenerationModel
 from areal_ray.engines.kv_cache import CacheLimits, KVCache
-from areal_ray.engines.prefix_store import Ended, PrefixStore, num_shared
+from areal_ray.engines.logit_adjustments import adjusted_logits
+from areal_ray.engines.prefix_reuse import PrefixReuse, Reused
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult
-from areal_ray.engines.row_table import RowTable, failed_result
+from areal_ray.engines.row_table import RowTable, aborted_result, failed_result
 from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, uniforms
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 
-_FEWEST_TOKENS_WORTH_COPYING = 8
+
+@dataclass(slots=True)
+class _LongPrompt:
+    """A turn that waits for its prompt, computed a part a step in a row beyond the running ones."""
+
+    request: GenerationRequest
+    row: int
+    """Where its keys and values are; running rows only leave meanwhile, so it stays free."""
+    num_computed: int
 
 
 class RunningBatch:
@@ -38,30 +48,55 @@ class RunningBatch:
         )
         self._cache = KVCache(shape, bounds, model.dtype, model.device)
         self._model = CachedModel(model.forward, self._cache)
-        self._kept = PrefixStore(
-            KVCache(shape, kept_bounds, model.dtype, model.device), kept_bounds
-        )
         self._config = config
         self._window_tokens = model.window_tokens
         self.version = 0
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
-        self._rows = RowTable(config.max_slots, model.window_tokens, model.stop_ids)
+        self._rows = RowTable(
+            config.max_slots, model.window_tokens, model.stop_ids, model.stop_strings
+        )
+        self._prefixes = PrefixReuse(self._rows, self._cache, kept_bounds)
         self._sampling: SamplingRows | None = None
+        self._long: _LongPrompt | None = None
 
     @property
     def num_rows(self) -> int:
         """Turns being sampled."""
         return self._rows.num_rows
 
+    @property
+    def num_entering(self) -> int:
+        """Turns whose prompt is computed in part."""
+        return int(self._long is not None)
+
     # -- entering -------------------------------------------------------------------------------
 
     def admit(self, entering: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Start turns that `take` chose; returns those that end with their first token."""
+        """Start turns that `take` chose; returns those that end with their first token.
+
+        A prompt of more than one step's prefill, which `take` gives alone, is computed a part a
+        call; its turn starts when the rest fits.
+        """
+        if self._long is not None:
+            return self._go_on(self._long)
         if not entering:
             return []
         leaders, leader_of = _distinct_prompts(entering)
-        reused = self._reuse(leaders)
+        reused = self._prefixes.find(leaders, self.version)
+        limit = self._config.max_prefill_tokens_per_step
+        if len(entering) == 1 and len(entering[0].prompt_ids) - reused[0][1] > limit:
+            self._long = self._begin_long(entering[0], reused[0])
+            return self._go_on(self._long)
+        return self._start(entering, leaders, leader_of, reused)
+
+    def _start(
+        self,
+        entering: Sequence[GenerationRequest],
+        leaders: Sequence[GenerationRequest],
+        leader_of: Sequence[int],
+        reused: Sequence[Reused],
+    ) -> list[GenerationResult]:
         order = sorted(
             range(len(leaders)),
             key=lambda i: (reused[i][1] > 0, reused[i][1] - len(leaders[i].prompt_ids)),
@@ -74,9 +109,9 @@ class RunningBatch:
         for request in in_row_order:
             self._rows.append(request, self._end(request), self.version)
         self._sampling = None
-        self._copy_reused([reused[i] for i in order], first)
+        self._prefixes.copy([reused[i] for i in order], first)
         starts = np.array([reused[i][1] for i in order], dtype=np.int64)
-        logits = self._prefill(first, starts)
+        logits = self._prefill(first, starts, self._rows.column("length", first)[: len(starts)])
         if siblings:
             rows_of_leaders = np.array([place[leader_of[i]] for i in siblings], dtype=np.int64)
             self._cache.copy_rows(
@@ -89,8 +124,35 @@ class RunningBatch:
             logits = logits.index_select(0, torch.from_numpy(everyone).to(self._model.device))
         return self._accept(logits, first)
 
+    def _begin_long(self, request: GenerationRequest, reused: Reused) -> _LongPrompt:
+        row, prompt = self.num_rows, request.prompt_ids
+        self._cache.reserve(row + 1, len(prompt))
+        self._rows.tokens[row, : len(prompt)] = prompt
+        self._prefixes.copy([reused], row)
+        return _LongPrompt(request, row, reused[1])
+
+    def _go_on(self, long: _LongPrompt) -> list[GenerationResult]:
+        """Compute the next part of a long prompt, or start its turn over what is computed."""
+        start = long.num_computed
+        end = start + self._config.max_prefill_tokens_per_step
+        if end < len(long.request.prompt_ids):
+            self._prefill(long.row, np.array([start]), np.array([end]))
+            long.num_computed = end
+            return []
+        first, source = self.num_rows, (long.row, start, False)
+        finished = self._start([long.request], [long.request], [0], [source])
+        if long.row != first:
+            self._cache.clear_row(long.row)
+        self._long = None
+        return finished
+
     def take(self, waiting: deque[GenerationRequest]) -> list[GenerationRequest]:
-        """Pop what fits rows, cache bytes and one step's prefill; at least one when idle."""
+        """Pop what fits rows, cache bytes and one step's prefill; at least one when idle.
+
+        None while a long prompt is computed, which takes each step's prefill whole.
+        """
+        if self._long is not None:
+            return []
         taken: list[GenerationRequest] = []
         longest = int(self._rows.column("end").max(initial=0))
         new_tokens, seen = 0, set()
@@ -114,41 +176,10 @@ class RunningBatch:
         wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
         return min(wanted, self._window_tokens)
 
-    def _reuse(self, leaders: Sequence[GenerationRequest]) -> list[tuple[int, int, bool]]:
-        """For each prompt: row to copy from, tokens to copy, whether from a kept sequence."""
-        running: dict[str, list[int]] = {}
-        for row in np.flatnonzero(self._rows.column("cache_version") == self.version).tolist():
-            running.setdefault(self._rows.requests[row].prefix_key, []).append(row)
-        lengths = self._rows.column("length")
-        found = []
-        for request in leaders:
-            best, key = (-1, _FEWEST_TOKENS_WORTH_COPYING - 1, False), request.prefix_key
-            if key:
-                # The last prompt token is always computed: its logits are wanted.
-                prompt = request.prompt_ids[:-1]
-                row, shared = self._kept.longest(key, prompt)
-                best = max(best, (row, shared, True), key=_num_tokens)
-                is_next_turn = shared * 2 > len(prompt)  # of an ended one; no need to look further
-                for row in () if is_next_turn else running.get(key, ()):
-                    shared = num_shared(self._rows.tokens[row, : lengths[row] - 1], prompt)
-                    best = max(best, (row, shared, False), key=_num_tokens)
-            found.append(best if best[0] >= 0 else (-1, 0, False))
-        return found
-
-    def _copy_reused(self, reused: Sequence[tuple[int, int, bool]], first: int) -> None:
-        for is_kept, source in ((True, self._kept.cache), (False, self._cache)):
-            chosen = [
-                (row, first + i, shared)
-                for i, (row, shared, kept) in enumerate(reused)
-                if shared and kept is is_kept
-            ]
-            if chosen:
-                rows, targets, lengths = zip(*chosen, strict=True)
-                self._cache.copy_rows(source, np.array(rows), np.array(targets), max(lengths))
-
-    def _prefill(self, first: int, starts: NDArray[np.int64]) -> torch.Tensor:
-        """[m, vocabulary] after the known tokens of rows first.., `starts` [m] of them cached."""
-        lengths = self._rows.column("length", first)[: len(starts)]
+    def _prefill(
+        self, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """[m, vocabulary] after lengths [m] tokens of rows first.., starts [m] of them cached."""
         self.prefilled_tokens += int((lengths - starts).sum())
         return self._model.prefill(
             self._rows.tokens, first, starts, lengths, self._config.max_prefill_tokens_per_step
@@ -169,8 +200,12 @@ class RunningBatch:
     def _accept(self, logits: torch.Tensor, first: int) -> list[GenerationResult]:
         """Sample for rows first..num_rows-1, record the tokens, let finished rows leave."""
         uniform = uniforms(self._rows.column("stream", first), self._rows.column("length", first))
+        rows = self._sampling_rows(first)
+        adjusted = None
+        if rows.adjusted is not None:
+            adjusted = adjusted_logits(logits, rows.adjusted, self._rows, first)
         drawn, drawn_logprobs = sample(
-            logits, self._sampling_rows(first), torch.from_numpy(uniform).to(self._model.device)
+            logits, rows, torch.from_numpy(uniform).to(self._model.device), adjusted
         )
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
@@ -189,36 +224,19 @@ class RunningBatch:
                 reason = StopReason.STOP if is_stopped[row - first] else StopReason.LENGTH
                 finished.append(self._rows.result(row, reason))
                 ended.append(row)
-        self._keep(ended)
+        self._prefixes.keep(ended, self.version)
         self._remove(leaving)
         return finished
 
     def _sampling_rows(self, first: int) -> SamplingRows:
         if first == 0 and self._sampling is not None:
             return self._sampling
-        made = SamplingRows.of(
-            self._rows.column("temperature", first),
-            self._rows.column("top_p", first),
-            self._rows.column("top_k", first),
-            self._model.device,
-        )
+        made = self._rows.sampling_rows(first, self._model.device)
         if first == 0:
             self._sampling = made
         return made
 
     # -- leaving --------------------------------------------------------------------------------
-
-    def _keep(self, rows: Sequence[int]) -> None:
-        """Keep the ended sequences that have a key and were computed under one version."""
-        lengths, versions = self._rows.column("length"), self._rows.column("cache_version")
-        ended = []
-        for row in rows:
-            key = self._rows.requests[row].prefix_key
-            if key and versions[row] == self.version:
-                tokens = self._rows.tokens[row, : lengths[row] - 1].copy()
-                ended.append(Ended(key, tokens, int(row)))
-        if ended:
-            self._kept.keep(ended, self._cache)
 
     def _remove(self, leaving: NDArray[np.int64]) -> None:
         movers, gaps = self._rows.remove(leaving)
@@ -235,11 +253,18 @@ class RunningBatch:
         aborted = [self._rows.result(row, StopReason.ABORT) for row in rows]
         if rows:
             self._remove(np.array(rows, dtype=np.int64))
+        if self._long is not None and self._long.request.request_id in request_ids:
+            aborted.append(aborted_result(self._long.request.request_id))
+            self._cache.clear_row(self._long.row)
+            self._long = None
         return aborted
 
     def running_ids(self) -> list[str]:
-        """Ids of the turns being sampled."""
-        return [request.request_id for request in self._rows.requests]
+        """Ids of the turns being sampled, and of one whose prompt is computed in part."""
+        ids = [request.request_id for request in self._rows.requests]
+        if self._long is not None and self._long.request.request_id not in ids:
+            ids.append(self._long.request.request_id)
+        return ids
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -247,15 +272,18 @@ class RunningBatch:
         """Sample from these weights from the next step on; kept sequences are forgotten.
 
         With `recompute` the keys and values of running rows are computed anew, so that the next
-        token's distribution is exactly that of the new weights; else they stay as they are.
+        token's distribution is exactly that of the new weights; else they stay as they are. A
+        prompt computed in part begins anew, since its turns have no token of older weights yet.
         """
         self._model.forward.install(weights)
         self.version = version
-        self._kept.clear()
+        self._prefixes.clear()
+        if self._long is not None:
+            self._long.num_computed = 0
         if recompute and self.num_rows:
             length = self._rows.column("length")
             length -= 1  # the last token is the next step's input
-            self._prefill(0, np.zeros(self.num_rows, dtype=np.int64))
+            self._prefill(0, np.zeros(self.num_rows, dtype=np.int64), length)
             length += 1
             self._rows.column("cache_version")[:] = version
 
@@ -264,10 +292,6 @@ _NOT_FINITE = (
     "version {} of the weights gave logits that are not finite; the training step that made them "
     "diverged. Lower the learning rate or resume from an earlier checkpoint."
 )
-
-
-def _num_tokens(found: tuple[int, int, bool]) -> int:
-    return found[1]
 
 
 def _distinct_prompts(

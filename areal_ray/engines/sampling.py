@@ -1,9 +1,10 @@
 """One token for each row of logits, with the log-prob the learner will compare against.
 
 Called by the torch generation engine once per step. The recorded log-prob is that of the FULL
-softmax at the sampling temperature: top-p and top-k decide which token may be drawn and do not
-renormalise what is recorded. The learner does the same, so that on unchanged weights its ratio to
-the behaviour policy is exactly 1.
+softmax at the sampling temperature: top-p, top-k and min-p decide which token may be drawn and do
+not renormalise what is recorded. The learner does the same, so that on unchanged weights its ratio
+to the behaviour policy is exactly 1. Penalties and biases make another distribution to draw from;
+what is recorded is still the policy's own, and recipes that train refuse them.
 
 Each draw takes one uniform number that depends on nothing but the request's seed and the token's
 position, so a request's tokens do not depend on what else is in the batch.
@@ -53,11 +54,15 @@ class SamplingRows:
     greedy: torch.Tensor | None
     """[g] indices of rows at temperature 0."""
     filtered: torch.Tensor | None
-    """[f] indices of rows with top-p or top-k."""
+    """[f] indices of rows with top-p, top-k or min-p."""
     top_p: torch.Tensor | None
     """[f, 1]"""
     top_k: torch.Tensor | None
     """[f, 1], the vocabulary size where off."""
+    min_p: torch.Tensor | None
+    """[f, 1]"""
+    adjusted: torch.Tensor | None
+    """[a] indices of rows with penalties or biases."""
 
     @classmethod
     def of(
@@ -65,16 +70,17 @@ class SamplingRows:
         temperature: NDArray[np.float32],
         top_p: NDArray[np.float32],
         top_k: NDArray[np.int64],
+        min_p: NDArray[np.float32],
+        is_adjusted: NDArray[np.bool_],
         device: torch.device,
     ) -> "SamplingRows":
         """Sort rows [n] by what has to be done to their logits."""
-        if (temperature == 1.0).all() and (top_p >= 1.0).all() and not top_k.any():
+        is_filtered = (top_p < 1.0) | (top_k > 0) | (min_p > 0.0)
+        if (temperature == 1.0).all() and not (is_filtered.any() or is_adjusted.any()):
             return PLAIN_SAMPLING
         is_greedy = temperature == 0.0
         inverse = np.where(is_greedy, 1.0, 1.0 / np.where(is_greedy, 1.0, temperature))
-        is_filtered = ((top_p < 1.0) | (top_k > 0)) & ~is_greedy
-
-        filtered = np.flatnonzero(is_filtered)
+        filtered = np.flatnonzero(is_filtered & ~is_greedy)
         some = len(filtered) > 0
         off = np.where(top_k > 0, top_k, np.iinfo(np.int64).max)
         return cls(
@@ -85,10 +91,12 @@ class SamplingRows:
             filtered=_on_device(filtered, device) if some else None,
             top_p=_on_device(top_p[filtered, None].astype(np.float32), device) if some else None,
             top_k=_on_device(off[filtered, None], device) if some else None,
+            min_p=_on_device(min_p[filtered, None].astype(np.float32), device) if some else None,
+            adjusted=_on_device(np.flatnonzero(is_adjusted), device) if is_adjusted.any() else None,
         )
 
 
-PLAIN_SAMPLING = SamplingRows(None, None, None, None, None)
+PLAIN_SAMPLING = SamplingRows(None, None, None, None, None, None, None)
 """Temperature 1 and the whole vocabulary in every row: what training samples with."""
 
 
@@ -97,19 +105,45 @@ def _on_device(values: NDArray[np.generic], device: torch.device) -> torch.Tenso
 
 
 def sample(
-    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    uniform: torch.Tensor,
+    adjusted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token for each row by inverting its cumulative distribution.
 
     Args:
-        logits: [n, vocabulary]; overwritten where a temperature is not 1.
+        logits: [n, vocabulary] the policy's own.
         rows: What `SamplingRows.of` made for these rows.
         uniform: [n] float32 in [0, 1), see `uniforms`.
+        adjusted: [a, vocabulary] float32 what `rows.adjusted` draw from in place of `logits`.
 
     Returns:
         [n] int64 token ids and [n] float32 log-probs: log_softmax(logits / temperature) of the
         drawn token, over the whole vocabulary; at temperature 1 for greedy rows.
     """
+    if adjusted is not None:
+        return _sample_adjusted(logits.float(), rows, uniform, adjusted)
+    tokens, probabilities = _draw(logits, rows, uniform)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).log_().squeeze(1)
+
+
+def _sample_adjusted(
+    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor, adjusted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from other logits than those whose log-probs are recorded."""
+    assert rows.adjusted is not None
+    tokens, _ = _draw(logits.index_copy(0, rows.adjusted, adjusted), rows, uniform)
+    if rows.inverse_temperature is not None:
+        logits = logits * rows.inverse_temperature
+    # Not the log of a probability: a bias can draw what the policy gives less than float32 holds.
+    return tokens.squeeze(1), torch.log_softmax(logits, -1).gather(1, tokens).squeeze(1)
+
+
+def _draw(
+    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, 1] tokens, and [n, vocabulary] the unfiltered probabilities they were drawn from."""
     if logits.dtype != torch.float32:
         logits = logits.float()
     if rows.inverse_temperature is not None:
@@ -124,16 +158,17 @@ def sample(
         tokens[rows.greedy] = logits[rows.greedy].argmax(-1, keepdim=True)
     # Non-finite logits leave an index past the end; the caller sees a log-prob that is not finite.
     tokens.clamp_(max=logits.shape[1] - 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).log_().squeeze(1)
+    return tokens, probabilities
 
 
 def _sample_filtered(
     probabilities: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """[f, 1] tokens drawn from the smallest set of likely tokens that top-p and top-k allow."""
+    """[f, 1] tokens drawn from the likely ones that top-p, top-k and min-p all allow."""
     assert rows.filtered is not None
     assert rows.top_p is not None
     assert rows.top_k is not None
+    assert rows.min_p is not None
     largest_k = min(int(rows.top_k.max()), probabilities.shape[1])
     if largest_k < probabilities.shape[1]:
         likely, order = torch.topk(probabilities, largest_k, dim=-1)
@@ -143,7 +178,8 @@ def _sample_filtered(
     # A token stays while the mass before it is below top_p; the most likely one always does.
     before = torch.cat((torch.zeros_like(cumulative[:, :1]), cumulative[:, :-1]), -1)
     num_kept = (before < rows.top_p).sum(-1, keepdim=True)
-    num_kept = torch.minimum(num_kept, rows.top_k).clamp_(min=1)
+    num_probable = (likely >= rows.min_p * likely[:, :1]).sum(-1, keepdim=True)
+    num_kept = torch.minimum(torch.minimum(num_kept, num_probable), rows.top_k).clamp_(min=1)
     mass = cumulative.gather(1, num_kept - 1)
     drawn = torch.searchsorted(cumulative, uniform[rows.filtered].unsqueeze(1) * mass, right=True)
     return order.gather(1, torch.minimum(drawn, num_kept - 1))

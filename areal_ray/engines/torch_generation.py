@@ -100,7 +100,7 @@ class TorchGenerationEngine:
         """
         sound, bad = [], []
         for request in requests:
-            why = self._model.why_refused(request.prompt_ids)
+            why = self._model.why_refused(request)
             if why:
                 bad.append(failed_result(request.request_id, why))
             else:
@@ -142,8 +142,9 @@ class TorchGenerationEngine:
         Tensors are checked and copied before the engine stops, so its pause is the exchange alone
         (with `recompute`, also the running turns' keys and values). With `keep` the running turns
         go on over keys and values of older weights; with `drain` they end first while new ones
-        wait. Ended sequences kept for later turns are forgotten under every policy, so that a turn
-        which starts after the swap is wholly of the new version.
+        wait. A long prompt that is computed in part begins anew, and ended sequences kept for later
+        turns are forgotten under every policy, so that a turn which samples its first token after
+        the swap is wholly of the new version.
 
         Raises:
             EngineError: A tensor is missing, extra or of a wrong shape, or the engine is over.
@@ -174,7 +175,7 @@ class TorchGenerationEngine:
             _raise_if_over(self._failure, is_closed=False)
             return EngineHealth(
                 version=self._batch.version,
-                num_running=self._batch.num_rows,
+                num_running=self._batch.num_rows + self._batch.num_entering,
                 num_waiting=len(self._waiting),
                 sampled_tokens=self._batch.sampled_tokens,
                 busy_s=self._busy_s,
@@ -193,15 +194,15 @@ class TorchGenerationEngine:
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
-        try:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            try:
                 while self._wait_for_work():
                     self._step()
-        except Exception as error:
-            _log.exception("torch generation engine: the loop stopped")
-            self._end(error)
-        else:
-            self._end(None)
+            except Exception as error:
+                _log.exception("torch generation engine: the loop stopped")
+                self._end(error)
+            else:
+                self._end(None)
 
     def _wait_for_work(self) -> bool:
         """Block without using CPU until there is something to do; False = closed."""
@@ -217,7 +218,8 @@ class TorchGenerationEngine:
             return True
         if self._swap is not None:  # A drain goes on under `pause`, or it would never end.
             return True
-        return not self._is_paused and (self._batch.num_rows > 0 or bool(self._waiting))
+        running = self._batch.num_rows + self._batch.num_entering
+        return not self._is_paused and (running > 0 or bool(self._waiting))
 
     def _step(self) -> None:
         """One engine step; at most one call of `on_results`."""

@@ -18,7 +18,8 @@ class TorchGenerationConfig(Config):
     max_context_tokens: int = Field(0, ge=0)
     """Prompt and sampled tokens of one turn; 0 = what the model allows, at most 8192."""
     max_prefill_tokens_per_step: int = Field(4096, ge=1)
-    """Prompt tokens computed between two decode steps."""
+    """Prompt tokens computed between two decode steps. A longer prompt takes several, so that the
+    running turns go on meanwhile; with fewer, they stand still for less at a time."""
     kv_cache_bytes: int = Field(4 * 2**30, ge=2**20)
     """Keys and values of running turns; fewer turns run at once where they would need more."""
     kept_sequences: int = Field(256, ge=0)

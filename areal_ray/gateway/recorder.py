@@ -48,7 +48,9 @@ class _Turn:
     """Branch of the agent that called this one as its sub-agent; -1 = the main agent's."""
     branch_id: int = -1
     text: str = ""
-    """Sampled text, tool calls and all."""
+    """What the agent was shown of the sampled text, tool calls and all."""
+    sampled_text: str = ""
+    """The same with the stop string that ended it."""
     token_ids: NDArray[np.int32] | None = None
     logprobs: NDArray[np.float32] | None = None
     versions: NDArray[np.int32] | None = None
@@ -119,17 +121,27 @@ class Recorder:
         self._last_prompt = ids
         return PromptedTurn(turn.turn_id, ids)
 
-    def close_turn(self, turn: PromptedTurn, sampled: SampledTurn) -> Reply:
-        """Record what was sampled and read it back; padding after the end is dropped."""
+    def close_turn(
+        self, turn: PromptedTurn, sampled: SampledTurn, stop: Sequence[str] = ()
+    ) -> Reply:
+        """Record what was sampled and read it back; padding after the end is dropped.
+
+        Args:
+            turn: From `open_turn`.
+            sampled: What the engine sampled; all of it is recorded, and trains.
+            stop: Texts that end a turn. What is shown ends before the first of them; a next turn
+                that continues this one has it in its prompt, as it was sampled.
+        """
         opened = self._open.pop(turn.turn_id)
         ids = sampled.token_ids.tolist()
-        count = self._length_without_padding(ids)
+        count = _length_without_padding(ids, self._template)
         opened.token_ids = np.asarray(sampled.token_ids[:count], np.int32)
         opened.logprobs = np.asarray(sampled.logprobs[:count], np.float32)
         opened.versions = np.asarray(sampled.versions[:count], np.int32)
         opened.stop_reason = sampled.stop_reason
         opened.has_end = count > 0 and ids[count - 1] in self._template.end_ids
-        opened.text = self._template.decode(ids[: count - opened.has_end])
+        opened.sampled_text = self._template.decode(ids[: count - opened.has_end])
+        opened.text = _before(opened.sampled_text, stop)
         reply = read_reply(opened.text, opened.turn_id, has_tools=opened.has_tools)
         parent = opened.parent
         if parent is None or parent.is_extended:  # another turn got there first: fork
@@ -226,7 +238,7 @@ class Recorder:
         if parent.has_end:
             end = self._template.token_text(int(parent.token_ids[-1]))
             closing = closing.removeprefix(end)
-        elif self._merges(parent.text, closing):
+        elif self._merges(parent.sampled_text, closing):
             return TOKENS_MERGE
         return self._template.encode_array(closing)
 
@@ -262,17 +274,6 @@ class Recorder:
         self.splits[reason] += 1
         _log.debug("record splits: %s", reason)
 
-    # -- tokens --------------------------------------------------------------------------------
-
-    def _length_without_padding(self, ids: list[int]) -> int:
-        """Tokens up to the first end of turn where only padding follows it; else all."""
-        ends, pad = self._template.end_ids, self._template.pad_id
-        first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        num_rest = len(ids) - first - 1
-        if pad is None or num_rest < 1 or ids[first + 1 :].count(pad) < num_rest:
-            return len(ids)
-        return first + 1
-
     def _trajectory(self, leaf: _Turn, fields: Mapping[str, Any]) -> Trajectory:
         assert leaf.token_ids is not None
         total = len(leaf.prompt_ids) + len(leaf.token_ids)
@@ -306,6 +307,21 @@ class Recorder:
             stop_reason=leaf.stop_reason,
             **fields,
         )
+
+
+def _length_without_padding(ids: list[int], template: ChatTemplate) -> int:
+    """Tokens up to the first end of turn where only padding follows it; else all."""
+    ends, pad = template.end_ids, template.pad_id
+    first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    num_rest = len(ids) - first - 1
+    if pad is None or num_rest < 1 or ids[first + 1 :].count(pad) < num_rest:
+        return len(ids)
+    return first + 1
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
 
 
 def _unsampled(prompt_ids: NDArray[np.int32], fields: Mapping[str, Any]) -> Trajectory:

@@ -42,6 +42,8 @@ from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.rollout_client import RolloutClient
 from areal_ray.telemetry.episodes import EpisodeLog, episode_lines, without_secrets
 
+_KEPT_SAMPLINGS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class AgentHealth:
@@ -97,7 +99,9 @@ class AgentActor:
         self._name = name
         self._run_folder = run_folder
         self._config = config
-        self._sampling = {sampling.max_new_tokens: sampling}
+        self._sampling_of = functools.lru_cache(_KEPT_SAMPLINGS)(
+            functools.partial(_sampling_with, sampling)  # equal ones travel as one object
+        )
         self._agent = resolve(config.run, search, where="agent.run")
         check_agent(self._agent, config)
         self._template = ChatTemplate.from_folder(model_path)
@@ -107,6 +111,10 @@ class AgentActor:
             max_turns=config.max_turns,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=sampling.logit_bias,
+            stop=sampling.stop,
         )
         # A restarted actor must not collect what its predecessor asked for.
         self._incarnation = uuid4().hex[:12]
@@ -229,24 +237,23 @@ class AgentActor:
         prompt_ids: NDArray[np.int32],
         max_new_tokens: int,
         turn_id: int,
+        stop: tuple[str, ...],
     ) -> Awaitable[GenerationResult]:
         group_id, episode_id = names
         request = GenerationRequest(
             request_id=f"{episode_id}#{turn_id}",
             prompt_ids=prompt_ids,
-            sampling=self._sampling_of(max_new_tokens),
+            sampling=self._sampling_of(max_new_tokens, stop),
             seed=derive_seed(seed, turn_id),
             prefix_key=group_id,
         )
         return self._rollouts.generate(request)
 
-    def _sampling_of(self, max_new_tokens: int) -> SamplingConfig:
-        known = self._sampling.get(max_new_tokens)
-        if known is None:
-            ours = next(iter(self._sampling.values()))
-            known = ours.model_copy(update={"max_new_tokens": max_new_tokens})
-            self._sampling[max_new_tokens] = known
-        return known
+
+def _sampling_with(
+    ours: SamplingConfig, max_new_tokens: int, stop: tuple[str, ...]
+) -> SamplingConfig:
+    return ours.model_copy(update={"max_new_tokens": max_new_tokens, "stop": stop})
 
 
 def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:

@@ -40,7 +40,7 @@ class EvaluationConfig(Config):
     """Held-out tasks, scored beside training under a committed version.
 
     What is not given here is inherited: agent and reward from the run, and of the sampling
-    max_new_tokens and stop_token_ids from rollout.sampling; the rest of the sampling is greedy.
+    max_new_tokens, stop_token_ids and stop from rollout.sampling; the rest of it is greedy.
     """
 
     tasks: TasksConfig
@@ -70,7 +70,12 @@ class EvaluationConfig(Config):
         """How an evaluation samples, given how training does."""
         if self.sampling is not None:
             return self.sampling
-        return training.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+        return SamplingConfig(
+            temperature=0.0,
+            max_new_tokens=training.max_new_tokens,
+            stop_token_ids=training.stop_token_ids,
+            stop=training.stop,
+        )
 
     def described(self, training: SamplingConfig) -> str:
         """What it does, inherited values included, on one line."""

@@ -16,6 +16,7 @@ from areal_ray.core.trajectory import Group, Outcome, decode_group
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.errors import DeadlineExceeded
+from areal_ray.gateway.template import ChatTemplate
 from areal_ray.runtime.rollout_config import RolloutConfig
 from tests.support.tiny_models import write_tiny_model
 
@@ -98,6 +99,19 @@ def test_a_group_is_recorded_token_by_token_over_both_turns(stage):
         assert (line.versions[line.loss_mask] == 3).all()
         assert (line.behaviour_logprobs[line.loss_mask] < 0).all()
         assert {"model", "tool"} <= set(line.seconds)
+
+
+def test_an_agents_stop_strings_end_its_turns_at_the_engine_and_stay_in_the_record(stage):
+    _, group = stage.run(stage.agent("stops_at_a_vowel", max_new_tokens=80), ask())
+    tokenizer = ChatTemplate.from_folder(stage.model)
+    num_ended = 0
+    for line in group.trajectories:
+        assert not set(line.final_text) & set("aeiou")
+        for turn in (0, 1):
+            ids = line.token_ids[line.turn_ids == turn].tolist()
+            assert not set(tokenizer.decode(ids[:-1])) & set("aeiou")
+            num_ended += bool(set(tokenizer.decode(ids)) & set("aeiou"))
+    assert num_ended > 0
 
 
 def test_a_turn_that_is_overdue_names_its_replica_and_is_ended_there(stage):

@@ -17,6 +17,14 @@ async def two_turns(task: Task, client: Any) -> None:
     await client.chat.completions.create(messages=messages)
 
 
+async def stops_at_a_vowel(task: Task, client: Any) -> None:
+    """Two turns, each ended by the first vowel."""
+    messages: list[Any] = list(task.messages)
+    for _ in range(2):
+        reply = await client.chat.completions.create(messages=messages, stop=list("aeiou"))
+        messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
+
+
 async def many_turns(task: Task, client: Any, turns: int = 6) -> None:
     """A longer conversation."""
     messages: list[Any] = list(task.messages)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,15 @@ class World:
         self.client = ChatClient(self.recorder, self.sample, limits)
         self.replies = replies
         self.asked: list[int] = []
+        self.stops: list[tuple[str, ...]] = []
         self.delay_s = 0.0
         self.stop_reason = StopReason.STOP
 
-    async def sample(self, prompt_ids: Any, max_new_tokens: int, turn_id: int) -> ScriptedTurn:
+    async def sample(
+        self, prompt_ids: Any, max_new_tokens: int, turn_id: int, stop: tuple[str, ...]
+    ) -> ScriptedTurn:
         self.asked.append(max_new_tokens)
+        self.stops.append(stop)
         await asyncio.sleep(self.delay_s)
         text = self.replies[turn_id % len(self.replies)]
         return ScriptedTurn(self.template.encode(text), stop_reason=self.stop_reason)
@@ -209,10 +214,12 @@ def test_a_turn_is_shortened_to_what_is_left_of_the_context_window():
         ({"max_tokens": 0}, "max_tokens = 0; must be >= 1"),
         ({"max_completion_tokens": -1}, "must be >= 1"),
         ({"temperature": 0.2}, "temperature = 0.2: the run samples with 1.0"),
-        ({"stop": ["x"]}, "stop"),
+        ({"stop": ["x", ""]}, "stop = .* must be a text or a list of texts, none empty"),
         ({"stream": True}, "stream"),
         ({"n": 4}, "n = 4"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty: this client does not support it"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty = 1.0: the run samples with 0.0"),
+        ({"logit_bias": {"5": -100}}, "logit_bias = .*: the run samples with {}"),
+        ({"logprobs": True}, "logprobs: this client does not support it"),
     ],
 )
 def test_an_option_that_would_change_sampling_unseen_is_refused_by_name(options, told):
@@ -220,8 +227,20 @@ def test_an_option_that_would_change_sampling_unseen_is_refused_by_name(options,
         World().create(**options)
 
 
+def test_stop_strings_of_the_agent_come_beside_the_runs_and_end_what_is_shown():
+    limits = ChatLimits(max_new_tokens=8, context_tokens=200, max_turns=3, stop=("#",))
+    world = World(limits, replies=("yo;no",))
+    plain, one, several = world.create(), world.create(stop=";"), world.create(stop=["n", "#", ";"])
+    assert world.stops == [("#",), ("#", ";"), ("#", "n", ";")]
+    assert [r.choices[0].message.content for r in (plain, one, several)] == ["yo;no", "yo", "yo"]
+    assert one.choices[0].finish_reason == "stop"
+    assert one.usage.completion_tokens == 5
+
+
 def test_options_that_say_what_the_run_does_anyway_are_accepted():
     World().create(model="x", temperature=1.0, top_p=1.0, n=1, stream=False, seed=None)
+    World().create(presence_penalty=0, frequency_penalty=0.0, logit_bias={})
+    World(replace(LIMITS, presence_penalty=0.5)).create(presence_penalty=0.5)
 
 
 def test_seconds_tell_the_model_from_everything_else():

@@ -76,6 +76,14 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("learner.engine.device=cuda", "learner.num_gpus", "above 0"),
         ("rollout.engine.device=tpu", "rollout.engine.device", "cpu, cuda or cuda:N"),
         ("rollout.sampling.stop_token_ids=[-1]", "rollout.sampling.stop_token_ids.0", ">= 0"),
+        ("rollout.sampling.stop=['']", "rollout.sampling.stop.0", "at least 1"),
+        ("rollout.sampling.min_p=1.5", "rollout.sampling.min_p", "<= 1"),
+        ("rollout.sampling.logit_bias={5: 101}", "rollout.sampling.logit_bias.5", "<= 100"),
+        ("rollout.sampling.logit_bias={a: 1}", "rollout.sampling.logit_bias", "must be token ids"),
+        ("rollout.sampling.logit_bias={5: 1}", "rollout.sampling.logit_bias", "be left out"),
+        ("rollout.sampling.repetition_penalty=1.1", "rollout.sampling.repetition_penalty", "left"),
+        ("rollout.sampling.presence_penalty=1", "rollout.sampling.presence_penalty", "left out"),
+        ("rollout.sampling.frequency_penalty=1", "rollout.sampling.frequency_penalty", "left out"),
         ("name=a/b", "name", "plain folder name"),
         ("steps=0", "steps", ">= 1"),
         ("tasks=null", "tasks", "kind: rl needs it"),
@@ -85,7 +93,7 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("reward.score=", "reward.score", "must be text"),
         ("learner.optimizer.lr=.inf", "learner.optimizer.lr", "finite"),
         ("learner.optimizer.lr=nan", "learner.optimizer.lr", "must be a number"),
-        ("rollout.sampling.frequency_penalty=0.5", "rollout.sampling.frequency_penalty", "unknown"),
+        ("rollout.sampling.length_penalty=0.5", "rollout.sampling.length_penalty", "unknown"),
         ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "> 0"),
         ("sft={phases: [{source: 'a:b', steps: 1, batch_size: 1}]}", "sft", "no use for it"),
         ("evaluation={every_steps: 5}", "evaluation.tasks", "must be given"),
@@ -235,6 +243,15 @@ def test_evaluation_at_temperature_zero_is_greedy_and_allowed():
     recipe = parse_recipe(TEXT, ["evaluation={tasks: {source: 'a:b'}, sampling: {temperature: 0}}"])
     assert recipe.evaluation is not None
     assert recipe.evaluation.sampling_for(recipe.rollout.sampling).temperature == 0
+
+
+def test_an_evaluation_may_sample_with_penalties_and_biases():
+    sampling = "{temperature: 1.0, logit_bias: {'5': -1}, repetition_penalty: 1.2}"
+    recipe = parse_recipe(
+        TEXT, ["evaluation={tasks: {source: 'a:b'}}", f"evaluation.sampling={sampling}"]
+    )
+    assert recipe.evaluation.sampling.logit_bias == {"5": -1.0}
+    assert parse_recipe(recipe.to_yaml()).digest == recipe.digest
 
 
 def test_an_evaluation_without_sampling_is_greedy_within_the_limits_of_training():

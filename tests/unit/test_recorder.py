@@ -182,6 +182,30 @@ def test_results_of_two_tool_calls_follow_the_sampled_calls_in_order_without_los
     assert not recorder.splits
 
 
+def test_a_stop_string_is_not_shown_but_recorded_trained_and_continued_as_sampled():
+    recorder = Recorder(template())
+    history = [user("hi")]
+    ids = recorder._template.encode("yo\nObs:")
+    turn = recorder.open_turn(history)
+    reply = recorder.close_turn(turn, ScriptedTurn(ids, version=4), stop=("Obs:", "\n", "x"))
+    assert reply.text == "yo"
+    history += [{"role": "assistant", "content": reply.text}, user("bye")]
+    say(recorder, history, "ok")
+    (line,) = finish(recorder)
+    assert not recorder.splits
+    whole = "[user]hi[/]\n[assistant]yo\nObs:[/]\n[user]bye[/]\n[assistant]ok"
+    assert text_of(recorder, line.token_ids) == whole
+    assert text_of(recorder, line.token_ids[line.loss_mask]) == "yo\nObs:ok"
+    assert line.versions[line.versions > 0].tolist() == [4] * len(ids)
+
+
+def test_a_turn_without_its_stop_string_is_shown_whole():
+    recorder = Recorder(template())
+    turn = recorder.open_turn([user("hi")])
+    reply = recorder.close_turn(turn, ScriptedTurn(recorder._template.encode("yo")), stop=("x",))
+    assert reply.text == "yo"
+
+
 def test_several_tool_results_in_a_row_are_all_kept_in_order_without_loss():
     recorder = Recorder(template())
     history = [user("both")]

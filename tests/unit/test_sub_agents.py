@@ -32,7 +32,7 @@ def recorded(agent, episode="e", reward=None):
     template = ChatTemplate(letter_tokenizer(), TPL_A)
     recorder = Recorder(template)
 
-    async def sample(prompt_ids, max_new_tokens, turn_id):
+    async def sample(prompt_ids, max_new_tokens, turn_id, stop):
         await asyncio.sleep(0)
         return ScriptedTurn(template.encode("yo"))
 

@@ -86,6 +86,60 @@ def test_greedy_equals_generate_of_transformers(folders, name):
     np.testing.assert_array_equal(result.token_ids, expected[0, len(prompt) :].numpy())
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_greedy_with_a_repetition_penalty_equals_generate_of_transformers(folders, name):
+    model, prompt = hf_model(folders[name]), random_prompt(7, 23)
+    with torch.no_grad():
+        expected = model.generate(
+            torch.from_numpy(prompt.astype(np.int64))[None],
+            do_sample=False,
+            max_new_tokens=40,
+            repetition_penalty=1.4,
+        )
+    sent = [
+        request("p", prompt, temperature=0.0, max_new_tokens=40, repetition_penalty=1.4),
+        request("q", prompt, temperature=0.0, max_new_tokens=40),
+    ]
+    with serving(folders[name]) as served:
+        penalised, plain = served.run(sent)
+    np.testing.assert_array_equal(penalised.token_ids, expected[0, len(prompt) :].numpy())
+    assert penalised.token_ids.tolist() != plain.token_ids.tolist()
+
+
+def test_filters_penalties_and_biases_leave_the_recorded_logprob_the_policys_own(folders):
+    model = hf_model(folders["qwen3"])
+    ways = [
+        {"min_p": 0.3},
+        {"min_p": 0.1, "temperature": 0.7, "top_k": 20},
+        {"presence_penalty": 2.0, "frequency_penalty": 1.0},
+        {"repetition_penalty": 1.5, "temperature": 1.3, "top_p": 0.9},
+        {"logit_bias": {"17": 100.0}},
+        {"logit_bias": {"17": -100.0, "40": 5.0}, "temperature": 0.0},
+        {},
+    ]
+    sent = [
+        request(f"r{i}", random_prompt(i, 10 + 3 * i), seed=i, max_new_tokens=20 + i, **way)
+        for i, way in enumerate(ways)
+    ]
+    # Fewer slots than requests: rows move while the others' penalties count on.
+    with serving(folders["qwen3"], max_slots=4) as served:
+        results = served.run(sent)
+    for one, result in zip(sent, results, strict=True):
+        assert not result.error
+        np.testing.assert_allclose(result.logprobs, hf_logprobs(model, one, result)[0], atol=1e-4)
+    assert set(results[4].token_ids.tolist()) == {17}
+    assert 17 not in results[5].token_ids
+
+
+def test_a_bias_of_a_token_beyond_the_vocabulary_comes_back_naming_the_request(folders):
+    with serving(folders["qwen3"]) as served:
+        bad, good = served.run(
+            [request("bad", [5], logit_bias={"384": 1.0}), request("good", [5, 6])]
+        )
+    assert bad.error.startswith("request bad: logit_bias: names token 384; must be in 0..383")
+    assert not good.error
+
+
 def test_the_common_family_takes_the_lean_forward_and_others_their_own(folders):
     def forward_of(name, **config):
         return load_generation_model(folders[name], TorchGenerationConfig(**config)).forward

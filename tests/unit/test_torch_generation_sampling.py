@@ -7,22 +7,36 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from areal_ray.engines.sampling import SamplingRows, sample, stream, uniforms
+from areal_ray.engines.logit_adjustments import adjust_
+from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, stream, uniforms
 
 
-def draw(probabilities, uniform, *, temperature=1.0, top_p=1.0, top_k=0):
+def draw(probabilities, uniform, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, adjusted=None):
     """Tokens and log-probs of one distribution at many uniform numbers."""
     n = len(uniform)
     rows = SamplingRows.of(
         np.full(n, temperature, np.float32),
         np.full(n, top_p, np.float32),
         np.full(n, top_k, np.int64),
+        np.full(n, min_p, np.float32),
+        np.full(n, adjusted is not None),
         torch.device("cpu"),
     )
     logits = torch.log(torch.tensor(probabilities)).expand(n, -1)
-    tokens, logprobs = sample(logits, rows, torch.tensor(uniform, dtype=torch.float32))
+    others = None if adjusted is None else torch.tensor(adjusted).expand(n, -1)
+    tokens, logprobs = sample(logits, rows, torch.tensor(uniform, dtype=torch.float32), others)
     return tokens.tolist(), logprobs.tolist()
+
+
+def adjusted(logits, prompt=(), turn=(), **fields):
+    """Logits with the penalties and biases of a sampling config."""
+    changed = torch.tensor(logits)
+    ids = (np.array(prompt, np.int32), np.array(turn, np.int32))
+    adjust_(changed, SamplingConfig(**fields), *ids)
+    return changed.tolist()
 
 
 def test_a_uniform_number_draws_by_the_inverse_cumulative_distribution():
@@ -50,6 +64,104 @@ def test_top_k_and_top_p_together_keep_what_both_allow():
     assert draw([0.4, 0.3, 0.2, 0.1], [0.999], top_k=1, top_p=0.95)[0] == [0]
 
 
+def test_min_p_keeps_what_is_probable_beside_the_likeliest():
+    grid = [0.0, 0.49, 0.51, 0.999]
+    tokens, logprobs = draw([0.1, 0.4, 0.4, 0.1], grid, min_p=0.3)
+    assert tokens == [1, 1, 2, 2]
+    assert logprobs == pytest.approx([math.log(0.4)] * 4)
+    assert set(draw([0.1, 0.4, 0.4, 0.1], [*grid, 0.85], min_p=0.2)[0]) == {0, 1, 2, 3}
+    assert draw([0.2, 0.5, 0.3], [0.0, 0.999], min_p=1.0)[0] == [1, 1]
+
+
+def test_min_p_with_top_k_and_top_p_keeps_what_all_allow():
+    probabilities = [0.4, 0.3, 0.2, 0.1]
+    assert draw(probabilities, [0.999], min_p=0.4, top_k=2)[0] == [1]
+    assert draw(probabilities, [0.999], min_p=0.4, top_k=4)[0] == [2]
+    assert draw(probabilities, [0.999], min_p=0.1, top_p=0.6)[0] == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("min_p", [0.02, 0.2, 0.7])
+def test_min_p_keeps_the_tokens_that_transformers_keeps(temperature, min_p):
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(3)) * 2
+    kept = MinPLogitsWarper(min_p)(None, logits / temperature)[0]
+    grid = np.linspace(0.0, 1.0 - 2.0**-20, 20_000, dtype=np.float32).tolist()
+    probabilities = torch.softmax(logits[0], -1).tolist()
+    drawn, _ = draw(probabilities, grid, min_p=min_p, temperature=temperature)
+    expected = torch.softmax(kept, -1)
+    shares = np.bincount(drawn, minlength=30) / len(grid)
+    assert set(drawn) == set(torch.isfinite(kept).nonzero()[:, 0].tolist())
+    np.testing.assert_allclose(shares, expected.numpy(), atol=2e-4)
+
+
+def test_penalties_and_biases_draw_from_other_logits_and_record_the_policys():
+    grid = [0.01, 0.74, 0.76]
+    tokens, logprobs = draw([0.5, 0.3, 0.2], grid, adjusted=[-50.0, math.log(3.0), 0.0])
+    assert tokens == [1, 1, 2]
+    assert logprobs == pytest.approx([math.log(0.3), math.log(0.3), math.log(0.2)])
+    tokens, logprobs = draw([0.8, 0.2], [0.5], temperature=0.5, adjusted=[0.0, 9.0])
+    assert tokens == [1]
+    assert logprobs == pytest.approx([math.log(0.04 / 0.68)])
+    assert draw([0.8, 0.2], [0.0], temperature=0.0, adjusted=[0.0, 9.0])[0] == [1]
+    assert draw([0.5, 0.3, 0.2], [0.999], top_k=1, adjusted=[0.0, 1.0, 2.0])[0] == [2]
+
+
+def test_a_bias_may_draw_what_the_policy_gives_less_than_a_float_holds():
+    rows = SamplingRows.of(
+        np.ones(2, np.float32),
+        np.ones(2, np.float32),
+        np.zeros(2, np.int64),
+        np.zeros(2, np.float32),
+        np.array([False, True]),
+        torch.device("cpu"),
+    )
+    logits = torch.tensor([[0.0, -150.0], [0.0, -150.0]])
+    tokens, logprobs = sample(logits, rows, torch.tensor([0.9, 0.9]), torch.tensor([[0.0, 99.0]]))
+    assert tokens.tolist() == [0, 1]
+    assert logprobs.tolist() == [0.0, -150.0]
+
+
+def test_presence_and_frequency_penalties_are_openais():
+    changed = adjusted(
+        [1.0, 2.0, 3.0], prompt=[0, 0], turn=[1, 1, 2], presence_penalty=0.5, frequency_penalty=0.25
+    )
+    assert changed == [1.0, 2.0 - 0.5 - 2 * 0.25, 3.0 - 0.5 - 0.25]
+
+
+def test_bias_comes_first_then_repetition_then_presence():
+    changed = adjusted(
+        [1.0, 2.0],
+        turn=[1],
+        logit_bias={"1": 2.0, "0": -1.0},
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+    )
+    assert changed == [0.0, (2.0 + 2.0) / 2.0 - 1.0]
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(1))
+    ids = [3, 7, 7, 0, 19]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits.clone())
+    found = adjusted(logits[0].tolist(), ids[:2], ids[2:], repetition_penalty=penalty)
+    assert found == pytest.approx(expected[0].tolist(), abs=1e-6)
+
+
+def test_what_training_samples_with_takes_the_plain_path():
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
+    nobody, device = np.zeros(3, np.bool_), torch.device("cpu")
+    off = np.zeros(3, np.int64)
+    assert SamplingRows.of(ones, ones, off, zeros, nobody, device) is PLAIN_SAMPLING
+    last = np.array([0, 0, 1])
+    for changed in (
+        SamplingRows.of(ones, ones, off, zeros + 0.1 * last.astype(np.float32), nobody, device),
+        SamplingRows.of(ones, ones, off, zeros, last.astype(np.bool_), device),
+        SamplingRows.of(ones, ones, last, zeros, nobody, device),
+    ):
+        assert changed is not PLAIN_SAMPLING
+
+
 def test_temperature_is_applied_before_the_recorded_logprob():
     _, logprobs = draw([0.8, 0.2], [0.0], temperature=0.5)
     assert logprobs == pytest.approx([math.log(0.64 / 0.68)])
@@ -66,6 +178,8 @@ def test_rows_of_one_batch_keep_their_own_settings():
         np.array([1.0, 0.0, 1.0, 0.5], np.float32),
         np.array([1.0, 1.0, 0.5, 1.0], np.float32),
         np.array([0, 0, 0, 1], np.int64),
+        np.zeros(4, np.float32),
+        np.zeros(4, np.bool_),
         torch.device("cpu"),
     )
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]])).repeat(4, 1)
@@ -80,14 +194,15 @@ def test_rows_of_one_batch_keep_their_own_settings():
     largest=st.booleans(),
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
     top_k=st.sampled_from([0, 1, 5]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
 @settings(deadline=None, max_examples=100)
-def test_no_uniform_number_draws_a_token_of_probability_zero(weights, largest, top_p, top_k):
+def test_no_uniform_number_draws_a_token_of_probability_zero(weights, largest, top_p, top_k, min_p):
     if sum(weights) == 0.0:
         weights = [*weights, 1.0]
     probabilities = [w / sum(weights) for w in weights]
     uniform = 1.0 - 2.0**-23 if largest else 0.0
-    tokens, logprobs = draw(probabilities, [uniform], top_p=top_p, top_k=top_k)
+    tokens, logprobs = draw(probabilities, [uniform], top_p=top_p, top_k=top_k, min_p=min_p)
     assert probabilities[tokens[0]] > 0.0
     assert math.isfinite(logprobs[0])
 
