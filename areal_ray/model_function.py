@@ -20,17 +20,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import areal_ray
+from areal_ray.core.child import child_command
 from areal_ray.core.imports import resolve
 from areal_ray.errors import ArealRayError, RecipeError
 
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.2
 _GRACE_S = 2.0
-_START = (
-    "import sys; sys.path[:0] = [sys.argv[1]]; from areal_ray.model_function import main; "
-    "main(sys.argv[2])"
-)
 
 
 def is_made(folder: Path) -> bool:
@@ -96,9 +92,8 @@ def _call_in_child(
         "search": [str(root) for root in search],
         "told": str(told),
     }
-    home = str(Path(areal_ray.__file__).parents[1])
     child = subprocess.Popen(
-        [sys.executable, "-c", _START, home, json.dumps(settings)],
+        child_command("areal_ray.model_function", settings),
         stdin=subprocess.DEVNULL,
         process_group=0,
     )

@@ -16,7 +16,6 @@ import json
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import areal_ray
+from areal_ray.core.child import child_command
 from areal_ray.core.task import UNSENDABLE, Task, sending_problem
 from areal_ray.core.trajectory import Group, Trajectory, encode_group
 from areal_ray.errors import DataError, DeadlineExceeded, RecipeError
@@ -35,10 +34,6 @@ from areal_ray.rewards.worker import FRAME
 _QUICK_S = 0.02
 """An episode scored faster than this is not worth a child of its own."""
 _GRACE_S = 0.5
-_START = (
-    "import sys; sys.path[:0] = [sys.argv[1]]; from areal_ray.rewards.worker import main; "
-    "main(sys.argv[2])"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +267,10 @@ class RewardRunner:
         return f"the scoring process ended (exit code {code})"
 
     async def _spawn(self) -> _Child:
-        root = str(Path(areal_ray.__file__).parents[1])
         verdicts = _open_shared_file()
+        settings = {**self._settings, "verdicts": verdicts.fileno()}
         running = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _START,
-            root,
-            json.dumps({**self._settings, "verdicts": verdicts.fileno()}),
+            *child_command("areal_ray.rewards.worker", settings),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(verdicts.fileno(),),
