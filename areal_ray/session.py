@@ -306,17 +306,19 @@ class Session:
             close_records(folder, records, begin)
         except StorageError as error:
             outcome = self._fail(error)
-        how: dict[str, Any] = {
-            "began_s": self._began,
-            "begin": begin,
-            "state": self._state,
-            "tally": tally,
-        }
-        summary = summary_of(self.recipe, outcome, self.error, **how)
+        sum_up = partial(
+            summary_of,
+            self.recipe,
+            began_s=self._began,
+            begin=begin,
+            state=self._state,
+            tally=tally,
+        )
+        summary = sum_up(outcome, self.error)
         try:
             write_summary(folder, summary)
         except StorageError as error:
-            summary = summary_of(self.recipe, self._fail(error), self.error, **how)
+            summary = sum_up(self._fail(error), self.error)
         report = report_on(folder, self._progress) if records is not None else None
         self._progress.stop(summary, report)
         return summary
