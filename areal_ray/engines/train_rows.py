@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,21 +119,23 @@ class _Collector:
         places = {episode: place for place, episode in enumerate(rewards)}
         values, lengths = list(rewards.values()), [0] * len(rewards)
         self._sums["left_out"] += values.count(None)
-        training, edges = set(), _edges(group)
-        ends = [int(t.turn_ids.max(initial=-1)) for t in group.trajectories]
-        last_turns: dict[str, int] = {}
-        for trajectory, end in zip(group.trajectories, ends, strict=True):
-            name = trajectory.episode_id
-            last_turns[name] = max(end, last_turns.get(name, end))
-        for trajectory, end in zip(group.trajectories, ends, strict=True):
+        training, edges, last_turns = set(), _edges(group), _last_turns(group)
+        for trajectory in group.trajectories:
             name = trajectory.episode_id
             place = places[name]
             lengths[place] += trajectory.num_sampled_tokens
-            line = self._line(trajectory, number, place) if values[place] is not None else None
-            if line is not None:
-                is_last, num_edges = end == last_turns[name], edges[name][trajectory.branch_id]
-                self._lines.append(replace(line, is_last=is_last, num_edges=num_edges))
+            if values[place] is None:
+                continue
+            trained = self._trained(trajectory)
+            versions = trajectory.versions[trained]
+            if len(versions):
+                self._count(versions)
                 training.add(place)
+                is_last = _last_turn(trajectory) == last_turns[name]
+                num_edges = edges[name][trajectory.branch_id]
+                self._lines.append(
+                    Line(trajectory, trained, versions, number, place, is_last, num_edges)
+                )
         self._sums["rollouts"] += len(training)
         self._rewards.append(values)
         self._lengths.append(lengths)
@@ -155,18 +157,14 @@ class _Collector:
         reward = trajectory.reward
         return None if reward is None or math.isnan(reward) else reward
 
-    def _line(self, trajectory: Trajectory, group: int, episode: int) -> Line | None:
-        """The trajectory with its tokens that train, counted; None where none of them does."""
+    def _trained(self, trajectory: Trajectory) -> NDArray[np.bool_]:
+        """[T] sampled tokens that are not too old; those that are, counted."""
         trained = trajectory.loss_mask
-        if self._oldest is not None:
-            fresh = trained & (trajectory.versions >= self._oldest)
-            self._sums["stale_tokens"] += int(trained.sum()) - int(fresh.sum())
-            trained = fresh
-        versions = trajectory.versions[trained]
-        if not len(versions):
-            return None
-        self._count(versions)
-        return Line(trajectory, trained, versions, group, episode)
+        if self._oldest is None:
+            return trained
+        fresh: NDArray[np.bool_] = trained & (trajectory.versions >= self._oldest)
+        self._sums["stale_tokens"] += int(trained.sum()) - int(fresh.sum())
+        return fresh
 
     def _count(self, versions: NDArray[np.int32]) -> None:
         count, oldest = len(versions), int(versions.min())
@@ -179,6 +177,19 @@ class _Collector:
     def finish(self) -> RowShare:
         counts = TrainCounts(**self._sums)
         return RowShare(self._lines, self._rewards, self._lengths, counts, self._max_staleness)
+
+
+def _last_turns(group: Group) -> dict[str, int]:
+    """Episode -> the turn that it sampled last, in whichever branch."""
+    found: dict[str, int] = {}
+    for trajectory in group.trajectories:
+        last = _last_turn(trajectory)
+        found[trajectory.episode_id] = max(last, found.get(trajectory.episode_id, last))
+    return found
+
+
+def _last_turn(trajectory: Trajectory) -> int:
+    return int(trajectory.turn_ids.max(initial=-1))
 
 
 def _edges(group: Group) -> dict[str, dict[int, int]]:
