@@ -197,8 +197,8 @@ class ObjectiveConfig(Config):
     def _weight_problems(self) -> list[str]:
         problems = []
         weight, bounds = self.behaviour_weight, self.rejection_sampling
-        is_bounded = self.loss not in (*RATIO_LOSSES, "reinforce")  # refuses any weight, below
-        if weight in ("clamp", "mask") and bounds is None and not is_bounded:
+        takes_weight = self.loss in (*RATIO_LOSSES, "reinforce")  # others refuse any, below
+        if weight in ("clamp", "mask") and bounds is None and takes_weight:
             problems.append(
                 f"behaviour_weight: is '{weight}' without rejection_sampling, which holds its "
                 "bounds. Add the section, or use 'full' or 'none'."
