@@ -51,7 +51,7 @@ PRINT_HOMES = ("cli.py", "telemetry/sinks.py", "telemetry/progress.py", "telemet
 BROAD_EXCEPTS = {
     "agents/episode.py": "the agent",
     "rewards/worker.py": "the reward",
-    "engines/torch_generation.py": "the loop's end: every turn it held comes back with the cause",
+    "engines/engine_loop.py": "the loop's end: every turn it held comes back with the cause",
     "preflight.py": "code that a recipe names",
     "model_function.py": "the function of model.create",
     "agents/hub.py": "the hub's client and its transports, which raise what they like",

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_ray.engines.kv_cache import CacheShape, KVCache
-from areal_ray.engines.lean_forward import TokenBlock
+from areal_ray.engines.token_block import TokenBlock
 
 
 class Forward(Protocol):
@@ -29,7 +29,10 @@ class Forward(Protocol):
         """Use what `prepare` made from the next call on."""
 
     def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor:
-        """[m, vocabulary] after each row's last token; the cache then holds the new tokens."""
+        """[m, vocabulary] after each row's last token; the cache then holds the new tokens.
+
+        [m * q, vocabulary] where `block.last` is None.
+        """
 
 
 class CachedModel:

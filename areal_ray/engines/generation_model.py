@@ -41,22 +41,23 @@ class GenerationModel:
 
     def why_refused(self, request: GenerationRequest) -> str:
         """Empty if a request can be served, else what is wrong with it."""
-        wrong = self._why_prompt_refused(request.prompt_ids)
+        wrong = self.why_ids_refused(request.prompt_ids, self.window_tokens - 1)
         wrong = wrong or why_bias_refused(request.sampling, self.vocab_size)
         if not wrong and request.sampling.stop:
             return self.stop_strings.load()
         return wrong
 
-    def _why_prompt_refused(self, prompt_ids: NDArray[np.int32]) -> str:
-        if len(prompt_ids) == 0:
+    def why_ids_refused(self, token_ids: NDArray[np.int32], longest: int) -> str:
+        """Empty if the model can read so many of these ids, else what is wrong with them."""
+        if len(token_ids) == 0:
             return "the prompt is empty; it must hold at least one token."
-        if len(prompt_ids) >= self.window_tokens:
+        if len(token_ids) > longest:
+            room = "" if longest == self.window_tokens else "; it must leave room for one token"
             return (
-                f"the prompt has {len(prompt_ids)} tokens, the context window "
-                f"{self.window_tokens}; it must leave room for one token. Shorten it or raise "
-                "max_context_tokens."
+                f"the prompt has {len(token_ids)} tokens, the context window "
+                f"{self.window_tokens}{room}. Shorten it or raise max_context_tokens."
             )
-        low, high = int(prompt_ids.min()), int(prompt_ids.max())
+        low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= self.vocab_size:
             return (
                 f"token ids are {low}..{high}, must be in 0..{self.vocab_size - 1}. "

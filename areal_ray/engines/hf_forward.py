@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from areal_ray.engines.kv_cache import CacheShape, KVCache
-from areal_ray.engines.lean_forward import TokenBlock
+from areal_ray.engines.token_block import TokenBlock
 from areal_ray.errors import EngineError
 
 if TYPE_CHECKING:
@@ -105,13 +105,17 @@ class HfForward:
             parameters[name].data = tensor
 
     def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor:
-        """[m, vocabulary] after each row's last token; the cache then holds the new tokens."""
+        """[m, vocabulary] after each row's last token; the cache then holds the new tokens.
+
+        [m * q, vocabulary] where `block.last` is None.
+        """
         columns = torch.arange(block.num_tokens, device=self._device)
         is_hidden = columns > block.positions[:, None, :, None]
         mask = torch.zeros(is_hidden.shape, dtype=cache.dtype, device=self._device)
         mask.masked_fill_(is_hidden, torch.finfo(cache.dtype).min)
-        last = block.last if block.last is not None else torch.zeros_like(block.positions[:, 0])
-        wanted, which = torch.unique(last, return_inverse=True)
+        wanted: int | torch.Tensor = 0  # all
+        if block.last is not None:
+            wanted, which = torch.unique(block.last, return_inverse=True)
         output = self._model(
             input_ids=block.token_ids,
             attention_mask=mask,
@@ -120,6 +124,7 @@ class HfForward:
             use_cache=True,
             logits_to_keep=wanted,
         )
-        rows = torch.arange(len(last), device=self._device)
-        logits: torch.Tensor = output.logits[rows, which]
-        return logits
+        logits: torch.Tensor = output.logits
+        if block.last is None:
+            return logits.flatten(0, 1)
+        return logits[torch.arange(len(logits), device=self._device), which]

@@ -87,6 +87,13 @@ class KVCache:
             rows = max(num_rows, self.num_rows)
         self._allocate(max(rows, self.num_rows), max(tokens, self.num_tokens))
 
+    def free(self) -> None:
+        """Give all memory back; `reserve` takes it anew."""
+        self.num_rows = self.num_tokens = 0
+        self._allocate(0, 0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def write_index(self, first_row: int, positions: torch.Tensor) -> torch.Tensor:
         """[m * q * 2 * kv_heads] where `write` puts what it is given, the same for all layers.
 

@@ -20,29 +20,12 @@ from torch.nn import functional
 
 from areal_ray.engines.kv_cache import CacheShape, KVCache
 from areal_ray.engines.model_files import is_head_tied
+from areal_ray.engines.token_block import TokenBlock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _FAMILY = ("llama", "qwen2", "qwen3", "mistral")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBlock:
-    """New tokens of neighbouring cache rows, padded on the right to the same count."""
-
-    token_ids: Tensor
-    """[m, q] int64"""
-    positions: Tensor
-    """[m, q] int64, where each token stands in its sequence; the cache's `num_tokens` = padding."""
-    last: Tensor | None
-    """[m] int64 index of each row's last real token in 0..q-1; None where q is 1."""
-    first_row: int
-    """Cache row of the first sequence."""
-    num_tokens: int
-    """Longest sequence, new tokens included: how much of the cache attention reads."""
-    is_fresh: bool
-    """Whether every row starts at position 0."""
 
 
 def why_not_lean(config: "PreTrainedConfig") -> str:
@@ -250,7 +233,7 @@ class LeanForward:
         self._weights = weights
 
     def logits(self, block: TokenBlock, cache: KVCache) -> Tensor:
-        """[m, vocabulary] after each row's last token; the cache then holds the new tokens."""
+        """[m, vocabulary] after each row's last token; after all, [m * q, ...], without `last`."""
         assert self._weights is not None
         s, weights = self._sizes, self._weights
         self._extend_tables(cache.num_tokens + 1)
@@ -263,14 +246,18 @@ class LeanForward:
         if block.last is not None:
             ends = torch.arange(m, device=x.device) * q + block.last
             last_positions = block.positions.view(-1, 1).index_select(0, ends)
-        mask = self._step_mask(last_positions, block.num_tokens)
-        block_mask = None if ends is None or block.is_fresh else self._block_mask(block)
+        # Layers before this one attend with all of a row's tokens at once, the others with one.
+        num_wide = 0 if q == 1 else s.num_layers - (ends is not None)
+        mask = self._seen  # read by none where all layers are wide
+        if num_wide < s.num_layers:
+            mask = self._step_mask(last_positions, block.num_tokens)
+        block_mask = None if q == 1 or block.is_fresh else self._block_mask(block)
         for i, layer in enumerate(weights.layers):
             qkv = functional.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(m * q, -1, s.head_dim)
             self._rotate(qkv, layer.qk_norm, rotation)
             cache.write(i, index, qkv[:, s.num_heads :])
-            if ends is not None and i < s.num_layers - 1:
+            if i < num_wide:
                 attended = self._attend_block(qkv, block, block_mask, cache, i)
             else:
                 if ends is not None:

@@ -49,17 +49,17 @@ class PrefixReuse:
             found.append(best if best[0] >= 0 else (-1, 0, False))
         return found
 
-    def copy(self, reused: Sequence[Reused], first: int) -> None:
-        """Copy what was found for the prompts of rows first.. into these rows."""
+    def copy(self, reused: Sequence[Reused], first: int, target: KVCache) -> None:
+        """Copy what was found into rows first.. of a cache, that of the running rows or another."""
         for is_kept, source in ((True, self._kept.cache), (False, self._cache)):
             chosen = [
                 (row, first + i, shared)
                 for i, (row, shared, kept) in enumerate(reused)
-                if shared and kept is is_kept and (kept or row != first + i)
+                if shared and kept is is_kept
             ]
             if chosen:
                 rows, targets, lengths = zip(*chosen, strict=True)
-                self._cache.copy_rows(source, np.array(rows), np.array(targets), max(lengths))
+                target.copy_rows(source, np.array(rows), np.array(targets), max(lengths))
 
     def keep(self, rows: Sequence[int], version: int) -> None:
         """Keep the ended sequences that have a key and were computed under one version."""
@@ -76,6 +76,10 @@ class PrefixReuse:
     def clear(self) -> None:
         """Forget what was kept."""
         self._kept.clear()
+
+    def free(self) -> None:
+        """Forget what was kept and give its memory back."""
+        self._kept.free()
 
 
 def _num_tokens(found: Reused) -> int:

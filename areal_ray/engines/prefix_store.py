@@ -94,3 +94,8 @@ class PrefixStore:
         """Forget all: the weights have changed."""
         self._kept.clear()
         self._rows_by_key.clear()
+
+    def free(self) -> None:
+        """Forget all and give the memory back."""
+        self.clear()
+        self.cache.free()

@@ -84,6 +84,21 @@ class GenerationRequest:
     """With the position it fixes each draw, whatever else is in the batch."""
     prefix_key: str = ""
     """Requests with the same non-empty key begin alike (a group's prompt, an episode's past)."""
+    is_streamed: bool = False
+    """Whether `on_chunks` gets the turn's tokens as they are sampled, before the whole result."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """What a streamed turn sampled since its last chunk: one token an engine step, or a few."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    """[N] never empty; a turn's chunks, end to end, are its result's arrays."""
+    logprobs: NDArray[np.float32]
+    """[N]"""
+    versions: NDArray[np.int32]
+    """[N]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +132,21 @@ class EngineHealth:
     """Seconds paused for weight swaps since start."""
 
 
+OnResults = Callable[[list[GenerationResult]], None]
+OnChunks = Callable[[list[GenerationChunk]], None]
+
+
 class GenerationEngine(Protocol):
     """Samples turns. Owns its own loop (a thread); every method may be called from any thread."""
 
-    def start(self, on_results: Callable[[list[GenerationResult]], None]) -> None:
-        """Begin serving; `on_results` gets each engine step's finished turns in one call."""
+    def start(self, on_results: OnResults, on_chunks: OnChunks | None = None) -> None:
+        """Begin serving; both are called on the engine's own thread, at most once a step.
+
+        Args:
+            on_results: Gets the turns that ended in a step.
+            on_chunks: Gets what the streamed turns sampled in a step, before `on_results` gets
+                those of them that ended. Without it nothing is streamed.
+        """
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue turns. A bad request comes back through `on_results` with its error."""
@@ -142,6 +167,28 @@ class GenerationEngine(Protocol):
         self, tensors: Mapping[str, "torch.Tensor"], version: int, policy: OnWeightUpdate
     ) -> float:
         """Load weights between two decode steps; seconds the engine stood still."""
+
+    def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """[T-1] log-probs at temperature 1 of each token [T] but the first, given those before.
+
+        Under the weights in force, also while paused or asleep; sampling goes on meanwhile or
+        waits for it.
+
+        Raises:
+            EngineError: The ids are none of the model's, none at all or more than its window.
+        """
+
+    def sleep(self) -> None:
+        """Give the memory of keys and values back; only while paused. Requests stay.
+
+        Weights may be swapped meanwhile. A sleeping engine uses no processor time.
+
+        Raises:
+            EngineError: It is not paused.
+        """
+
+    def wake(self) -> None:
+        """Undo `sleep`: turns under way go on after `resume`, their keys and values made anew."""
 
     def health(self) -> EngineHealth:
         """What it is doing now."""

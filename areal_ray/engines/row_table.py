@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.engines.protocols import GenerationRequest, GenerationResult
+from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
 from areal_ray.engines.sampling import SamplingRows, stream
 from areal_ray.engines.stop_strings import StopStrings
 
@@ -30,8 +30,10 @@ _SCALARS = np.dtype(
         ("is_adjusted", "?"),  # has penalties or biases
         ("cache_version", "i8"),  # weights that computed its keys and values
         ("has_stop_strings", "?"),
+        ("unsent", "i8"),  # first token that no chunk holds yet; _NEVER_SENT where not streamed
     ]
 )
+_NEVER_SENT = 2**62
 
 
 class RowTable:
@@ -53,6 +55,7 @@ class RowTable:
         self._stop_ids = tuple(stop_ids)
         self._stop_strings = stop_strings
         self._stops = np.full((max_rows, max(1, len(stop_ids))), -1, dtype=np.int32)
+        self._last_chunks: list[GenerationChunk] = []
 
     def column(self, name: str, first: int = 0) -> NDArray[Any]:
         """[num_rows - first] one scalar of rows first.. in use, a view."""
@@ -86,6 +89,7 @@ class RowTable:
             bool(sampling.adjustments),
             version,
             bool(sampling.stop),
+            length if request.is_streamed else _NEVER_SENT,
         )
         stops = {*self._stop_ids, *sampling.stop_token_ids}
         if len(stops) > self._stops.shape[1]:
@@ -132,8 +136,33 @@ class RowTable:
             stop_reason=reason,
         )
 
+    def fail(self, row: int, why: str) -> GenerationResult:
+        """What comes back for a row that sampled what nobody should get."""
+        self._scalars["unsent"][row] = _NEVER_SENT
+        return failed_result(self.requests[row].request_id, why)
+
+    def take_chunks(self) -> list[GenerationChunk]:
+        """What streamed rows, those that left included, sampled since the last call."""
+        chunks, self._last_chunks = self._last_chunks, []
+        unsent = self.column("unsent")
+        rows = np.flatnonzero(unsent < self.column("length"))
+        chunks += [self._chunk(row) for row in rows.tolist()]
+        unsent[rows] = self.column("length")[rows]
+        return chunks
+
+    def _chunk(self, row: int) -> GenerationChunk:
+        new = slice(int(self._scalars["unsent"][row]), int(self._scalars["length"][row]))
+        return GenerationChunk(
+            self.requests[row].request_id,
+            self.tokens[row, new].copy(),
+            self._logprobs[row, new].copy(),
+            self._versions[row, new].copy(),
+        )
+
     def remove(self, leaving: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Drop rows; returns [k] the rows that moved from the end and [k] the gaps they filled."""
+        is_unsent = self.column("unsent")[leaving] < self.column("length")[leaving]
+        self._last_chunks += [self._chunk(row) for row in leaving[is_unsent].tolist()]
         remaining = self.num_rows - len(leaving)
         stays = np.ones(self.num_rows, dtype=bool)
         stays[leaving] = False

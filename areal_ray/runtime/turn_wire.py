@@ -31,10 +31,10 @@ class RequestBatch(list[GenerationRequest]):
         return _requests, (
             [request.request_id for request in self],
             *_joined([request.prompt_ids for request in self], np.int32),
-            kinds,
-            kind_of,
+            (kinds, kind_of),
             [request.seed for request in self],
             [request.prefix_key for request in self],
+            [request.is_streamed for request in self],
         )
 
 
@@ -58,14 +58,15 @@ def _requests(
     ids: Column,
     tokens: bytes,
     lengths: Column,
-    kinds: Column,
-    kind_of: Column,
+    samplings: tuple[list[SamplingConfig], list[int]],
     seeds: Column,
     keys: Column,
+    streamed: Column,
 ) -> list[GenerationRequest]:
     prompts = _cut(tokens, np.int32, lengths)
-    samplings = [kinds[number] for number in kind_of]
-    return RequestBatch(map(GenerationRequest, ids, prompts, samplings, seeds, keys))
+    kinds, kind_of = samplings
+    each = [kinds[number] for number in kind_of]
+    return RequestBatch(map(GenerationRequest, ids, prompts, each, seeds, keys, streamed))
 
 
 def _results(

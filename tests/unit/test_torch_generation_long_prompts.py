@@ -110,6 +110,45 @@ def test_running_turns_get_a_token_in_every_step_of_it_and_no_step_computes_more
     assert num_steps == -(-LONG // CHUNK)
 
 
+def test_others_enter_while_it_is_computed_and_it_goes_on_at_every_other_step(folders):
+    batch = made(folders["lean"])
+    others = [request(f"o{i}", random_prompt(40 + i, 14), seed=i) for i in range(6)]
+    second = request("second", random_prompt(9, 50), seed=9, max_new_tokens=9)
+    driven = Driven(batch, SHORT, LATE, second, *others).until_entering(1)
+    num_rows, steps, prefilled = [], 0, batch.prefilled_tokens
+    while batch.num_entering and len(driven.waiting) > 1:
+        driven.step()
+        steps += 1
+        num_rows.append(batch.num_rows)
+        assert batch.prefilled_tokens - prefilled <= CHUNK
+        prefilled = batch.prefilled_tokens
+    # Each prompt of 14 takes a step of its own, and between two of them goes a part of the long.
+    assert num_rows[:11] == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7]
+    assert [one.request_id for one in driven.waiting] == ["second"]  # one long prompt at a time
+    results = driven.finish()
+    model = hf_model(folders["lean"])
+    for one in (SHORT, LATE, second, *others):
+        found = results[one.request_id]
+        assert not found.error
+        np.testing.assert_allclose(found.logprobs, hf_logprobs(model, one, found)[0], atol=1e-4)
+
+
+def test_it_finds_a_slot_and_room_in_the_cache_however_many_would_pass_it(folders):
+    config = TorchGenerationConfig(max_slots=3, max_prefill_tokens_per_step=CHUNK)
+    batch = RunningBatch(load_generation_model(folders["lean"], config), config)
+    others = [
+        request(f"o{i}", random_prompt(40 + i, 5), seed=i, max_new_tokens=300) for i in range(12)
+    ]
+    driven = Driven(batch, LATE, *others)
+    num_steps = 0
+    while "long" not in driven.results:
+        driven.step()
+        num_steps += 1
+        assert batch.num_rows + batch.num_entering <= 3
+    assert num_steps <= 2 * -(-LONG // CHUNK) + 9
+    assert len(driven.finish()) == 13
+
+
 def test_running_turns_that_end_meanwhile_leave_it_where_it_is(folders):
     others = [
         request(f"o{i}", random_prompt(50 + i, 3), seed=i, max_new_tokens=4 + i) for i in range(4)

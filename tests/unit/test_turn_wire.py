@@ -21,6 +21,7 @@ _REQUESTS = st.lists(
         sampling=st.sampled_from([_GREEDY, _WARM]),
         seed=st.integers(0, 2**63 - 1),
         prefix_key=st.text(max_size=3),
+        is_streamed=st.booleans(),
     ),
     max_size=6,
 )
