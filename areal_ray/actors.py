@@ -218,7 +218,7 @@ class ActorGraph:
     async def _introduce(self, learners: Fleet) -> None:
         names = learners.names()
         address = await learners.submit(names[0], "open") if len(names) > 1 else ""
-        await learners.broadcast("start", address)
+        await learners.broadcast("start", address, [learners.handles[name] for name in names])
 
     def close(self) -> None:
         """End every actor, the last started first, and give back what was reserved."""

@@ -1,6 +1,7 @@
 """Makes docs/recipes.md from the schema of a recipe: python -m docs.recipe_page docs/recipes.md"""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,7 @@ def recipe_page() -> str:
         shown[title] = path
         about = section.get("description", "")
         lines += [_text(about, "\n"), ""] if path else []
-        below = {name.removeprefix(f"{path}.") for name in sections if name}
+        below = {name.removeprefix(f"{path}.").partition(" ")[0] for name in sections if name}
         required = section.get("required", [])
         rows = [
             _row(name, field, name in required)
@@ -72,12 +73,16 @@ def _sections(
     """Dotted path -> schema, of all sections below one."""
     found: dict[str, dict[str, Any]] = {}
     for name, field in section["properties"].items():
-        for reference, suffix in _references(field):
+        references = list(_references(field))
+        for reference, suffix in references:
             inner = known[reference]
-            where = f"{path}{name}{suffix}"
-            described = {**inner, "description": field.get("description") or inner["description"]}
-            found[where] = described
-            found |= _sections(inner, known, f"{where}.")
+            about = field.get("description") or inner["description"]
+            kind = ""
+            if len(references) > 1:  # told apart by their kind
+                kind = f" (kind: {inner['properties']['kind']['const']})"
+                about = inner["description"]
+            found[f"{path}{name}{suffix}{kind}"] = {**inner, "description": about}
+            found |= _sections(inner, known, f"{path}{name}{suffix}.")
     return found
 
 
@@ -132,7 +137,7 @@ def _text(told: str, line_break: str = " ") -> str:
 
 
 def _anchor(path: str) -> str:
-    return path.lower().replace(".", "")
+    return re.sub(r"[^a-z0-9_ -]", "", path.lower()).replace(" ", "-")
 
 
 if __name__ == "__main__":

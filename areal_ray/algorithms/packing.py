@@ -10,6 +10,7 @@ siblings of a 30-token prompt and 16 own tokens, 158 tokens instead of 368.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,17 @@ class MicroBatch:
     """[N]"""
     num_tokens: int
     """Inputs that are not padding."""
+
+    @classmethod
+    def empty(cls) -> Self:
+        """One token that predicts nothing: a pass that only keeps other ranks company."""
+        token, nothing = np.zeros((1, 1), np.int64), np.zeros(0, np.int64)
+        return cls(token, token, None, nothing, nothing, nothing, 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no target."""
+        return len(self.targets) == 0
 
 
 def build_rows(

@@ -7,6 +7,7 @@ before that token is sampled. Values have no temperature. Alike on every rank; c
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 from areal_ray.algorithms.packing import MicroBatch, TrainSequence
 from areal_ray.algorithms.values import clipped_value_loss
-from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
-from areal_ray.engines.process_group import RankGroup
-from areal_ray.engines.row_forward import RowForward, load_causal_model
-from areal_ray.engines.train_config import CriticConfig, TorchTrainConfig
+from areal_ray.engines.optimizer import learning_rate
+from areal_ray.engines.row_forward import load_causal_model, placed_rows
+from areal_ray.engines.sharding import Sharding
+from areal_ray.engines.train_config import CriticConfig, TrainEngineConfig
 from areal_ray.engines.train_rows import Line
 from areal_ray.errors import DataError
 
@@ -61,10 +62,10 @@ class Critic:
         self,
         path: Path | str,
         config: CriticConfig,
-        engine: TorchTrainConfig,
+        engine: TrainEngineConfig,
+        sharding: Sharding,
         *,
         total_steps: int,
-        ranks: RankGroup,
     ) -> None:
         """Load the body; rank 0's weights are taken by all. Collective.
 
@@ -72,22 +73,20 @@ class Critic:
             path: Hugging Face folder or hub name.
             config: Optimizer and clip.
             engine: Type, device, tokens of a pass; the policy's.
+            sharding: Places it over the ranks.
             total_steps: Of the run, for schedules that end.
-            ranks: The other ranks.
         """
-        model = load_causal_model(path, engine, key="critic.path")
+        model = load_causal_model(path, engine, key="critic.path", device=sharding.loads_to)
         self._config = config
         self._total_steps = total_steps
-        self._ranks = ranks
-        self._forward = RowForward(model, engine)
-        self._body: nn.Module = model.base_model
-        like = self._forward.new_column(0)
-        self._head = nn.Linear(self._forward.width, 1).to(like)
+        width = int(model.config.get_text_config().hidden_size)
+        self._head = nn.Linear(width, 1, device=model.device, dtype=model.dtype)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
-        parameters = [*self._body.parameters(), *self._head.parameters()]
-        ranks.broadcast_([p.detach() for p in parameters])
-        self._optimizer = GuardedOptimizer(parameters, config.optimizer)
+        self._forward = placed_rows(
+            model, engine, sharding, config.optimizer, value_head=self._head
+        )
+        self._placed = self._forward.placed
         self._steps_taken = 0
 
     def begin_step(self) -> None:
@@ -121,7 +120,7 @@ class Critic:
         mask = torch.from_numpy(share.is_trained).to(targets.device)
         targets[mask] = torch.from_numpy(returns).to(targets)
         total = 0.0
-        for micro in share.micro_batches:
+        for number, micro in enumerate(share.micro_batches, 1):
             at = self._places(micro)
             loss, _ = clipped_value_loss(
                 self._values(micro),
@@ -131,25 +130,28 @@ class Critic:
                 torch.full_like(targets[at], 1.0 / num_tokens),
                 eps_clip=self._config.eps_clip,
             )
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._forward.backward(loss, is_last=number == len(share.micro_batches))
             total += float(loss.detach())
         step = self._steps_taken - 1
         rate = learning_rate(step, self._total_steps, self._config.optimizer)
-        self._optimizer.update_together(rate, self._ranks)
+        self._placed.update(rate)
         return total
 
-    def save(self, folder: Path) -> None:
-        """Write what `load` needs to go on exactly; on rank 0 alone."""
-        state = {
-            "body": self._body.state_dict(),
-            "head": self._head.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+    def state(self) -> dict[str, Any]:
+        """What `load` needs to go on exactly, on rank 0. Collective."""
+        return {
+            "weights": self._placed.gathered(),
+            "optimizer": self._placed.state_dict(),
             "steps_taken": self._steps_taken,
         }
+
+    @staticmethod
+    def write(state: dict[str, Any], folder: Path) -> None:
+        """Write `state` where `load` looks for it."""
         torch.save(state, folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote.
+        """Restore what `write` wrote. Collective.
 
         Raises:
             DataError: The folder has no critic, or one of another model.
@@ -157,9 +159,8 @@ class Critic:
         file = folder / _STATE_FILE
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-            self._body.load_state_dict(state["body"])
-            self._head.load_state_dict(state["head"])
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._placed.take(state["weights"])
+            self._placed.load_state_dict(state["optimizer"])
             self._steps_taken = int(state["steps_taken"])
         except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
             raise DataError(
@@ -173,7 +174,7 @@ class Critic:
         return values[:, 0]
 
     def _places(self, micro: MicroBatch) -> Tensor:
-        return torch.from_numpy(micro.origins).to(self._head.weight.device)
+        return torch.from_numpy(micro.origins).to(self._forward.device)
 
 
 def _value_sequence(line: Line, is_truncated: bool) -> TrainSequence:

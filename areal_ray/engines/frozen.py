@@ -7,25 +7,29 @@ import torch
 from torch import Tensor
 
 from areal_ray.algorithms.packing import MicroBatch, TrainSequence
-from areal_ray.engines.row_forward import RowForward, load_causal_model
-from areal_ray.engines.train_config import TorchTrainConfig
+from areal_ray.engines.row_forward import RowForward, load_causal_model, placed_rows
+from areal_ray.engines.sharding import Sharding
+from areal_ray.engines.train_config import TrainEngineConfig
 
 
 class FrozenModel:
     """Log-probs of trained tokens under fixed weights, with the train engine's row packing."""
 
-    def __init__(self, path: Path | str, config: TorchTrainConfig, *, key: str) -> None:
-        """Load it.
+    def __init__(
+        self, path: Path | str, config: TrainEngineConfig, sharding: Sharding, *, key: str
+    ) -> None:
+        """Load it; it lies over the ranks as the policy does. Collective.
 
         Args:
             path: Hugging Face folder or hub name.
             config: The train engine's: type, device, tokens of a pass.
+            sharding: Places it.
             key: Of the recipe, that names the path.
         """
         plain = config.model_copy(update={"gradient_checkpointing": False})
-        model = load_causal_model(path, plain, key=key)
+        model = load_causal_model(path, plain, key=key, device=sharding.loads_to)
         model.requires_grad_(False)
-        self._forward = RowForward(model, plain)
+        self._forward = placed_rows(model, plain, sharding)
 
     def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> Tensor:
         """[N] of the sequences' trained tokens, end to end."""

@@ -1,6 +1,6 @@
 """Writes a model as a folder that Hugging Face's Auto classes load."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +40,13 @@ class ModelExtras:
         found = {file for pattern in _BESIDE_WEIGHTS for file in home.glob(pattern)}
         return cls({file.name: file.read_bytes() for file in sorted(found) if file.is_file()}, "")
 
-    def export(self, model: Any, folder: Path) -> None:
-        """Save weights and config of a Hugging Face model with these files; makes the folder."""
+    def export(self, model: Any, weights: Mapping[str, Any], folder: Path) -> None:
+        """Save weights and config of a Hugging Face model with these files; makes the folder.
+
+        `weights`: its parameters and persistent buffers, tied ones once.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=dict(weights))
         if self.source:
             from transformers import AutoTokenizer
 

@@ -146,10 +146,11 @@ class PairStep:
         num_pairs, num_tokens = map(int, self._ranks.sum_numbers(counts))
         tally = TokenTally()
         work: list[MicroBatch] = []
-        for sequences in self._parts(pairs):
+        parts_of_all = self._parts(pairs)
+        for number, sequences in enumerate(parts_of_all, 1):
             micro_batches = self._forward.micro_batches(sequences)
             loss, parts = self._loss(sequences, micro_batches, 1.0 / num_pairs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._forward.backward(loss, is_last=number == len(parts_of_all))
             tally.add({**parts, "loss": loss})
             work += micro_batches
         if num_pairs:
@@ -186,7 +187,13 @@ class PairStep:
             time.monotonic() - started,
         )
 
-    def _parts(self, pairs: Sequence[PreferencePair]) -> Iterator[list[TrainSequence]]:
+    def _parts(self, pairs: Sequence[PreferencePair]) -> list[list[TrainSequence]]:
+        """What is computed together; with empty parts where passes are collective. Collective."""
+        found = list(self._whole_pairs(pairs))
+        num_parts = self._forward.placed.num_passes(len(found))
+        return [*found, *([] for _ in range(num_parts - len(found)))]
+
+    def _whole_pairs(self, pairs: Sequence[PreferencePair]) -> Iterator[list[TrainSequence]]:
         """Whole pairs that fit in `max_tokens`, of similar length; a longer pair goes alone."""
         part: list[TrainSequence] = []
         used = 0

@@ -14,17 +14,19 @@ from numpy.typing import NDArray
 from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Trajectory
 from areal_ray.engines.model_files import model_folder, stop_token_ids
-from areal_ray.engines.train_config import TorchTrainConfig
+from areal_ray.engines.train_config import TorchTrainConfig, TrainEngineConfig
 from areal_ray.errors import DataError, EngineError
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def load_score_model(path: Path | str, config: TorchTrainConfig, *, key: str = "model.path") -> Any:
+def load_score_model(
+    path: Path | str, config: TrainEngineConfig, *, key: str = "model.path", device: str = ""
+) -> Any:
     """A reward model, ready to train; a new head is 0 where the checkpoint has none.
 
-    `key` of the recipe names it.
+    `key` of the recipe names it; `device` other than the config's: see `load_model`.
 
     Raises:
         EngineError: The folder holds no model, or not one of this kind.
@@ -35,7 +37,8 @@ def load_score_model(path: Path | str, config: TorchTrainConfig, *, key: str = "
     from areal_ray.engines.row_forward import load_model
 
     folder = model_folder(path, key)
-    model = load_model(AutoModelForSequenceClassification, folder, config, key=key, num_labels=1)
+    kind = AutoModelForSequenceClassification
+    model = load_model(kind, folder, config, key=key, device=device, num_labels=1)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise EngineError(

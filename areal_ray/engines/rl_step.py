@@ -191,23 +191,26 @@ class RlStep:
         if not minibatch.is_empty:
             kept = self._m2_kept(minibatch)
             for micro in minibatch.micro_batches:
-                self._backward(minibatch, micro, kept, done, tally)
+                loss = self._loss_of(minibatch, micro, kept, done, tally)
+                self._forward.backward(loss, is_last=micro is minibatch.micro_batches[-1])
             update()
         value_share, returns = minibatch.verdict.value_share, minibatch.verdict.returns
         if value_share is not None and returns is not None and minibatch.totals.tokens:
             tally.add_numbers(self._judge.fit(value_share, returns, minibatch.totals.tokens))
 
-    def _backward(
+    def _loss_of(
         self,
         minibatch: _Minibatch,
         micro: MicroBatch,
         m2_kept: Tensor | None,
         done: float,
         tally: TokenTally,
-    ) -> None:
+    ) -> Tensor:
         objective = self._objective
         has_bonus = objective.entropy_coef > 0.0
         scored = self._forward(micro, self._temperature, entropy_gradient=has_bonus)
+        if micro.is_empty:
+            return scored.logprobs.sum()
         at = torch.from_numpy(micro.origins).to(scored.logprobs.device)
         behaviour = minibatch.behaviour_logprobs[at]
         start = minibatch.start_logprobs
@@ -232,8 +235,8 @@ class RlStep:
             m2_kept=None if m2_kept is None else m2_kept[at],
         )
         loss, sums = policy_loss(objective, columns)
-        loss.backward()  # type: ignore[no-untyped-call]
         tally.add({**sums, "loss": loss, "entropy": scored.entropy.sum()})
+        return loss
 
     def _m2_kept(self, minibatch: _Minibatch) -> Tensor | None:
         """[N] which of this rank's tokens M2PO keeps, judged over those of all ranks."""

@@ -1,6 +1,8 @@
 """Forward passes of a Hugging Face causal model over packed rows."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +17,36 @@ from areal_ray.algorithms.packing import (
     build_rows,
     pack_rows,
 )
-from areal_ray.engines.train_config import TorchTrainConfig
+from areal_ray.engines.sharding import PlacedModel, Replicated, Sharding
+from areal_ray.engines.train_config import OptimizerConfig, TrainEngineConfig
 from areal_ray.errors import EngineError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def load_causal_model(
-    path: Path | str, config: TorchTrainConfig, *, key: str = "model.path"
+    path: Path | str, config: TrainEngineConfig, *, key: str = "model.path", device: str = ""
 ) -> Any:
     """A Hugging Face causal language model, ready to train; `key` of the recipe names it.
+
+    `device` other than the config's: where it is to lie; meta = without weights.
 
     Raises:
         EngineError: The folder holds no model, or not one of this kind.
     """
     from transformers import AutoModelForCausalLM
 
-    return load_model(AutoModelForCausalLM, path, config, key=key)
+    return load_model(AutoModelForCausalLM, path, config, key=key, device=device)
 
 
 def load_model(
-    kind: Any, path: Path | str, config: TorchTrainConfig, *, key: str, **fields: Any
+    kind: Any,
+    path: Path | str,
+    config: TrainEngineConfig,
+    *,
+    key: str,
+    device: str = "",
+    **fields: Any,
 ) -> Any:
     """The same for any of Transformers' Auto classes.
 
@@ -44,6 +55,7 @@ def load_model(
         path: Folder or hub name.
         config: Type, device and checkpointing.
         key: Of the recipe, that names the path.
+        device: Where it is to lie; empty = where the config says, meta = without weights.
         fields: Of the model's configuration.
 
     Raises:
@@ -53,8 +65,12 @@ def load_model(
 
     disable_progress_bar()  # a bar for each rank would tear the run's own display
     weights = torch.float64 if config.dtype == "float64" else torch.float32
+    how = {"dtype": weights, "attn_implementation": "sdpa"}
     try:
-        model: Any = kind.from_pretrained(path, dtype=weights, attn_implementation="sdpa", **fields)
+        if device == "meta":
+            model: Any = _without_weights(kind, path, how, fields)
+        else:
+            model = kind.from_pretrained(path, **how, **fields)
     except (OSError, ValueError, KeyError, ImportError) as error:
         told = " ".join(str(error).split())
         raise EngineError(
@@ -69,35 +85,101 @@ def load_model(
         model.config.attention_dropout = 0.0
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    return model.to(config.device)
+    return model.to(device or config.device)
+
+
+def _without_weights(kind: Any, path: Path | str, how: Any, fields: Any) -> Any:
+    from transformers import AutoConfig
+
+    made_of = AutoConfig.from_pretrained(path, **fields)
+    with torch.device("meta"):
+        return kind.from_config(made_of, **how)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What a forward pass has to know of a model; found out by trying."""
+
+    has_plain_head: bool
+    """Logits are the head of the last hidden state, with nothing before or after. Some families
+    scale or cap them (Gemma 2, Cohere, Granite); those take the whole logits."""
+    reads_shared_rows: bool
+    """It reads positions and masks as shared rows need it. Linear attention and state-space
+    layers do not; such models get plain rows."""
+
+    @classmethod
+    def of(cls, model: Any) -> "ModelTraits":
+        """Of a model that has weights; neither is true of one without."""
+        if model.device.type == "meta":
+            return cls(False, False)
+        return cls(_head_is_all(model), _rows_match(model))
+
+
+def placed_rows(
+    model: Any,
+    config: TrainEngineConfig,
+    sharding: Sharding,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    value_head: nn.Module | None = None,
+) -> "RowForward":
+    """Forward passes of a model that was just loaded to `sharding.loads_to`. Collective.
+
+    Args:
+        model: Of Hugging Face.
+        config: Type, device, tokens of a pass.
+        sharding: Places it over the ranks.
+        optimizer: None = it never changes.
+        value_head: Placed with the body alone, in place of the model's own.
+    """
+    traits = ModelTraits(*sharding.agreed(astuple(ModelTraits.of(model))))
+    module: nn.Module = model
+    if value_head is not None:
+        module = nn.ModuleDict({"body": model.base_model, "head": value_head})
+    return RowForward(model, config, sharding.place(module, optimizer), traits)
 
 
 class RowForward:
     """Log-probs of trained tokens, with the LM head on the positions that need it alone."""
 
-    def __init__(self, model: Any, config: TorchTrainConfig) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: TrainEngineConfig,
+        placed: PlacedModel | None = None,
+        traits: ModelTraits | None = None,
+    ) -> None:
+        """See `placed_rows`; alone, the model is whole and on this rank only."""
+        traits = traits or ModelTraits.of(model)
+        self.placed: PlacedModel = placed or Replicated().place(model)
         self._model = model
         self._config = config
+        self.device = torch.device(config.device)
+        """Where it computes."""
         self._body = model.base_model
         self._head = model.get_output_embeddings()
-        self._has_plain_head = self._head_is_all()
+        self._has_plain_head = traits.has_plain_head
         text = model.config.get_text_config()
         self._window = text.sliding_window if getattr(text, "sliding_window", None) else None
-        self._can_share = config.share_prefixes and self._rows_match()
+        self._can_share = config.share_prefixes and traits.reads_shared_rows
         # Attention takes 4 H operations a pair and layer, the rest about 24 H^2 a token.
         self._pair_cost = 1.0 / (6.0 * text.hidden_size)
 
     def new_column(self, num_tokens: int) -> Tensor:
         """[N] zeros of the type that log-probs have, where the model computes."""
         dtype = torch.float64 if self._config.dtype == "float64" else torch.float32
-        return torch.zeros(num_tokens, dtype=dtype, device=self._model.device)
+        return torch.zeros(num_tokens, dtype=dtype, device=self.device)
 
     def shares_prefixes(self, longest_tokens: int) -> bool:
         """Whether sequences up to this length may share rows: not beyond a sliding window."""
         return self._can_share and (self._window is None or longest_tokens <= self._window)
 
     def micro_batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
-        """Cut sequences into forward passes of at most `max_tokens_per_mb`."""
+        """Cut sequences into forward passes of at most `max_tokens_per_mb`.
+
+        Those that only keep other ranks company come last and have no target. Collective where
+        passes are.
+        """
         budget = self._config.max_tokens_per_mb
         longest = max((len(s.token_ids) for s in sequences), default=0)
         rows = build_rows(
@@ -106,62 +188,81 @@ class RowForward:
             share_prefixes=self.shares_prefixes(longest),
             pair_cost=self._pair_cost,
         )
-        return pack_rows(rows, max_tokens=budget)
+        found = pack_rows(rows, max_tokens=budget)
+        num_passes = self.placed.num_passes(len(found))
+        return [*found, *(MicroBatch.empty() for _ in range(num_passes - len(found)))]
 
-    @property
-    def width(self) -> int:
-        """H, the size of a hidden state."""
-        return int(self._model.config.get_text_config().hidden_size)
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add to the gradient; `is_last` before the next update."""
+        self.placed.backward(loss, is_last=is_last)
 
     def __call__(
         self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> TokenLogprobs:
         """Log-probs of the batch's targets, in its order."""
-        device = self._model.device
-        targets = torch.from_numpy(batch.targets).to(device)
-        with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
-            if not self._has_plain_head:
-                return logits_logprobs(
-                    self.states(batch), targets, temperature, entropy_gradient=entropy_gradient
-                )
-            bias = getattr(self._head, "bias", None)
-            return token_logprobs(
-                self.hidden(batch),
-                self._head.weight,
-                bias,
-                targets,
-                temperature=temperature,
-                entropy_gradient=entropy_gradient,
-            )
+        return TokenLogprobs(*self.placed.run(self._scored, batch, temperature, entropy_gradient))
 
     def states(self, batch: MicroBatch) -> Tensor:
         """[N, H] as `hidden`, or [N, V] logits where the head is not all there is to them."""
-        if self._has_plain_head:
-            return self.hidden(batch)
-        device = self._model.device
-        with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
-            logits: Tensor = self._model(**self._inputs(batch), use_cache=False).logits
-        return logits.flatten(0, 1)[torch.from_numpy(batch.sources).to(device)]
+        return self.placed.run(self._states, batch)
 
     def logits_of(self, states: Tensor) -> Tensor:
         """[N, V] of some rows of `states`."""
         if not self._has_plain_head:
             return states
-        with torch.autocast(states.device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
+        with self._autocast():
             logits: Tensor = self._head(states)
         return logits
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, H] final hidden state at the token that predicts each target."""
-        device = self._model.device
-        with torch.autocast(device.type, torch.bfloat16, self._config.dtype == "bfloat16"):
+        return self.placed.run(self._hidden, batch)
+
+    def _scored(
+        self, batch: MicroBatch, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        states = self._states(batch)
+        with self._autocast():
+            if not self._has_plain_head:
+                found = logits_logprobs(
+                    states, targets, temperature, entropy_gradient=entropy_gradient
+                )
+            else:
+                found = token_logprobs(
+                    states,
+                    self._head.weight,
+                    getattr(self._head, "bias", None),
+                    targets,
+                    temperature=temperature,
+                    entropy_gradient=entropy_gradient,
+                )
+        return found.logprobs, found.entropy, found.is_argmax
+
+    def _states(self, batch: MicroBatch) -> Tensor:
+        if self._has_plain_head:
+            return self._hidden(batch)
+        with self._autocast():
+            logits: Tensor = self._model(**self._inputs(batch), use_cache=False).logits
+        return self._chosen(logits, batch)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        with self._autocast():
             states = self._body(**self._inputs(batch), use_cache=False).last_hidden_state
-        at = torch.from_numpy(batch.sources).to(device)
-        chosen: Tensor = states.flatten(0, 1).index_select(0, at)
-        return chosen
+        return self._chosen(states, batch)
+
+    def _chosen(self, states: Tensor, batch: MicroBatch) -> Tensor:
+        """[N, ...] rows of [B, L, ...] that predict a target."""
+        at = torch.from_numpy(batch.sources).to(self.device)
+        return states.flatten(0, 1).index_select(0, at)
+
+    def _autocast(self) -> Any:
+        if self._config.dtype != "bfloat16":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        device = self._model.device
+        device = self.device
         inputs: dict[str, Any] = {"input_ids": torch.from_numpy(batch.token_ids).to(device)}
         if batch.segment_ids is not None:
             inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(device)
@@ -171,41 +272,36 @@ class RowForward:
     def _mask(self, batch: MicroBatch) -> Tensor:
         """[B, 1, L, L] 0 where attention is allowed and the lowest number elsewhere."""
         assert batch.segment_ids is not None
-        allowed = torch.from_numpy(attention_allowed(batch.segment_ids)).to(self._model.device)
+        allowed = torch.from_numpy(attention_allowed(batch.segment_ids)).to(self.device)
         dtype = _DTYPES[self._config.dtype]
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
-    @torch.no_grad()
-    def _head_is_all(self) -> bool:
-        """Whether logits are the head of the last hidden state, with nothing before or after.
 
-        Some families scale or cap them (Gemma 2, Cohere, Granite); those take the whole logits.
-        """
-        if self._head is None or not isinstance(self._head, nn.Linear):
-            return False
-        tokens = torch.arange(4, device=self._model.device)[None]
-        logits = self._model(input_ids=tokens, use_cache=False).logits
-        hidden = self._body(input_ids=tokens, use_cache=False).last_hidden_state
-        return bool(torch.allclose(self._head(hidden), logits, rtol=1e-4, atol=1e-4))
+@torch.no_grad()
+def _head_is_all(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    if head is None or not isinstance(head, nn.Linear):
+        return False
+    tokens = torch.arange(4, device=model.device)[None]
+    logits = model(input_ids=tokens, use_cache=False).logits
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return bool(torch.allclose(head(hidden), logits, rtol=1e-4, atol=1e-4))
 
-    @torch.no_grad()
-    def _rows_match(self) -> bool:
-        """Whether this model reads positions and masks as shared rows need it.
 
-        Linear attention and state-space layers do not; such models get plain rows.
-        """
-        device = self._model.device
-        plain = self._body(input_ids=torch.tensor([[1, 2, 5, 6]], device=device), use_cache=False)
-        allowed = torch.ones(6, 6, dtype=torch.bool, device=device).tril()
-        allowed[4:, 2:4] = False
-        mask = torch.zeros(6, 6, dtype=self._model.dtype, device=device)
-        mask.masked_fill_(~allowed, torch.finfo(self._model.dtype).min)
-        shared = self._body(
-            input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]], device=device),
-            position_ids=torch.tensor([[0, 1, 2, 3, 2, 3]], device=device),
-            attention_mask=mask[None, None],
-            use_cache=False,
-        )
-        own = shared.last_hidden_state[:, 4:]
-        return bool(torch.allclose(own, plain.last_hidden_state[:, 2:], rtol=1e-3, atol=1e-3))
+@torch.no_grad()
+def _rows_match(model: Any) -> bool:
+    device, body = model.device, model.base_model
+    plain = body(input_ids=torch.tensor([[1, 2, 5, 6]], device=device), use_cache=False)
+    allowed = torch.ones(6, 6, dtype=torch.bool, device=device).tril()
+    allowed[4:, 2:4] = False
+    mask = torch.zeros(6, 6, dtype=model.dtype, device=device)
+    mask.masked_fill_(~allowed, torch.finfo(model.dtype).min)
+    shared = body(
+        input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]], device=device),
+        position_ids=torch.tensor([[0, 1, 2, 3, 2, 3]], device=device),
+        attention_mask=mask[None, None],
+        use_cache=False,
+    )
+    own = shared.last_hidden_state[:, 4:]
+    return bool(torch.allclose(own, plain.last_hidden_state[:, 2:], rtol=1e-3, atol=1e-3))

@@ -5,9 +5,9 @@ counts a loss divides by are summed over ranks first, so any number takes the sa
 Waits for: the other ranks inside every method but `weights` and `close`.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +18,20 @@ from areal_ray.engines.critic import Critic
 from areal_ray.engines.frozen import FrozenModel
 from areal_ray.engines.judge import Judge
 from areal_ray.engines.model_export import ModelExtras, saving
-from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
+from areal_ray.engines.optimizer import learning_rate
 from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
 from areal_ray.engines.preference import PairEvaluation, PairTask, PreferencePair
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.reward_model import load_score_model
 from areal_ray.engines.rl_step import RlStep
-from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.row_forward import load_causal_model, placed_rows
 from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
-from areal_ray.engines.sft_evaluation import evaluate_examples
 from areal_ray.engines.sft_loss import SftLoss
+from areal_ray.engines.sft_step import SftStep
+from areal_ray.engines.sharding import ShardedTensor, sharding_for
 from areal_ray.engines.train_config import Companions, LearnerConfig
-from areal_ray.engines.train_metrics import (
-    Progress,
-    TokenTally,
-    token_metrics,
-    work_metrics,
-)
-from areal_ray.engines.train_rows import sft_sequences
+from areal_ray.engines.train_metrics import Progress
 from areal_ray.errors import DataError
 
 _STATE_FILE = "trainer_state.pt"
@@ -76,11 +71,11 @@ class TorchTrainEngine:
         self._learner = learner
         self._total_steps = total_steps
         self._ranks = ranks or RankGroup()
+        self._sharding = sharding_for(learner.engine, self._ranks)
         self._load = load_score_model if pairs and pairs.is_scored else load_causal_model
-        self._model = self._load(model_path, learner.engine)
-        self._ranks.broadcast_(self._tensors())
-        self._forward = RowForward(self._model, learner.engine)
-        self._optimizer = GuardedOptimizer(self._model.parameters(), learner.optimizer)
+        self._model = self._loaded(model_path)
+        self._forward = placed_rows(self._model, learner.engine, self._sharding, learner.optimizer)
+        self._placed = self._forward.placed
         self._steps_taken = 0
         objective = objective or ObjectiveConfig()
         beside = companions or Companions()
@@ -88,7 +83,8 @@ class TorchTrainEngine:
         reference = self._load_frozen(beside.reference_path, "reference.path")
         teacher = self._load_frozen(beside.teacher_path, "teacher.path")
         self._pairs = None if pairs is None else self._pair_step(pairs, reference)
-        self._sft = SftLoss(self._forward, teacher, distillation)
+        loss = SftLoss(self._forward, teacher, distillation)
+        self._sft = SftStep(self._forward, loss, self._ranks)
         judge = Judge(
             objective,
             self._forward,
@@ -130,36 +126,12 @@ class TorchTrainEngine:
         Args:
             examples: This rank's share of the batch; may be empty.
         """
-        started = time.monotonic()
-        sequences = sft_sequences(
-            iter([e.token_ids for e in examples]), iter([e.loss_mask for e in examples])
-        )
-        counts = [float(sum(s.num_trained for s in sequences)), float(len(sequences))]
-        num_tokens, num_examples = map(int, self._ranks.sum_numbers(counts))
-        micro_batches = self._forward.micro_batches(sequences)
-        tally, progress = TokenTally(), Progress(rate=self._next_rate())
-        if num_tokens:
-            for micro in micro_batches:
-                loss, parts = self._sft(micro, num_tokens)
-                loss.backward()  # type: ignore[no-untyped-call]
-                tally.add({**parts, "loss": loss})
-            self._update(progress)
-        else:
-            progress.empty += 1
-        sums = tally.over_ranks(self._ranks)
-        metrics = {
-            "learner/loss": sums.get("loss", 0.0),
-            "learner/trained_tokens": num_tokens,
-            "learner/sequences": num_examples,
-            **token_metrics(sums),
-            **progress.metrics(),
-            **work_metrics(micro_batches, num_tokens, started, self._ranks),
-        }
-        return StepStats(metrics, num_tokens, progress.taken)
+        progress = Progress(rate=self._next_rate())
+        return self._sft.run(examples, progress, lambda: self._update(progress))
 
     def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
         """Teacher-forced accuracy on this rank's share of held-out examples, over all ranks."""
-        return evaluate_examples(self._forward, examples, self._ranks)
+        return self._sft.evaluate(examples)
 
     def pair_step(self, pairs: Sequence[PreferencePair]) -> StepStats:
         """One update towards telling pairs apart: the mean loss over the pairs of all ranks.
@@ -176,30 +148,49 @@ class TorchTrainEngine:
         assert self._pairs is not None, "only runs of kind dpo and reward_model learn from pairs"
         return self._pairs.evaluate(pairs)
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """The full parameters by Hugging Face name, tied ones once; valid until the next step."""
-        return {name: tensor.detach() for name, tensor in self._model.named_parameters()}
+    def weights(self) -> Mapping[str, Tensor | ShardedTensor]:
+        """The parameters by Hugging Face name, tied ones once; valid until the next step.
+
+        Where they are sharded, rank 0 reads them while the other ranks `serve_weights`.
+        """
+        return self._placed.weights()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether rank 0 needs the others to read `weights`."""
+        return self._sharding.is_sharded
+
+    def serve_weights(self) -> None:
+        """On the other ranks: give rank 0 what it reads of `weights`, until `release_weights`."""
+        self._placed.serve()
+
+    def release_weights(self) -> None:
+        """On rank 0: end the others' `serve_weights`."""
+        self._placed.release()
 
     def export(self, folder: Path) -> None:
         """Write what AutoModelForCausalLM and AutoTokenizer load; rank 0 writes."""
+        weights = self._placed.gathered()
         if self._ranks.rank == 0:
             with saving(folder):
-                self._extras.export(self._model, folder)
+                self._extras.export(self._model, weights, folder)
         self._ranks.barrier()
 
     def save(self, folder: Path) -> None:
         """`export`, and beside it what `load` needs to go on exactly."""
+        weights = self._placed.gathered()
+        state = {
+            "steps_taken": self._steps_taken,
+            "optimizer": self._placed.state_dict(),
+            "random_state": torch.get_rng_state(),
+        }
+        critic = None if self._critic is None else self._critic.state()
         if self._ranks.rank == 0:
-            state = {
-                "steps_taken": self._steps_taken,
-                "optimizer": self._optimizer.state_dict(),
-                "random_state": torch.get_rng_state(),
-            }
             with saving(folder):
-                self._extras.export(self._model, folder)
+                self._extras.export(self._model, weights, folder)
                 torch.save(state, folder / _STATE_FILE)
-                if self._critic is not None:
-                    self._critic.save(folder)
+                if critic is not None:
+                    Critic.write(critic, folder)
         self._ranks.barrier()
 
     def load(self, folder: Path) -> None:
@@ -210,10 +201,9 @@ class TorchTrainEngine:
         """
         file = folder / _STATE_FILE
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            restored = self._load(folder, self._learner.engine)
-            self._model.load_state_dict(restored.state_dict())
-            self._optimizer.load_state_dict(state["optimizer"])
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=self.is_sharded)
+            self._placed.take(self._loaded(folder).state_dict())
+            self._placed.load_state_dict(state["optimizer"])
         except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
             raise DataError(
                 f"{file}: cannot resume from it: {error}; it must be a checkpoint of this model. "
@@ -229,7 +219,9 @@ class TorchTrainEngine:
         self._ranks.close()
 
     def _load_frozen(self, path: str, key: str) -> FrozenModel | None:
-        return FrozenModel(path, self._learner.engine, key=key) if path else None
+        if not path:
+            return None
+        return FrozenModel(path, self._learner.engine, self._sharding, key=key)
 
     def _pair_step(self, pairs: PairTask, reference: FrozenModel | None) -> PairStep:
         loss: PairLoss
@@ -248,12 +240,12 @@ class TorchTrainEngine:
             companions.critic_path,
             companions.critic,
             self._learner.engine,
+            self._sharding,
             total_steps=self._total_steps,
-            ranks=self._ranks,
         )
 
-    def _tensors(self) -> list[Tensor]:
-        return [*(p.detach() for p in self._model.parameters()), *self._model.buffers()]
+    def _loaded(self, path: Path | str) -> Any:
+        return self._load(path, self._learner.engine, device=self._sharding.loads_to)
 
     def _next_rate(self) -> float:
         rate = learning_rate(self._steps_taken, self._total_steps, self._learner.optimizer)
@@ -261,4 +253,4 @@ class TorchTrainEngine:
         return rate
 
     def _update(self, progress: Progress) -> None:
-        progress.note(self._optimizer.update_together(progress.rate, self._ranks))
+        progress.note(self._placed.update(progress.rate))

@@ -33,11 +33,11 @@ class OptimizerConfig(Config):
         return self
 
 
-class TorchTrainConfig(Config):
-    """The train engine on plain torch: data parallel, each rank holds the whole model."""
+class TrainEngineConfig(Config):
+    """What every kind of train engine is told."""
 
-    kind: Literal["torch"] = "torch"
-    """Which train engine."""
+    kind: str
+    """Which one: a Literal in each kind."""
     max_tokens_per_mb: int = Field(8192, ge=1)
     """Tokens of one forward pass, padding included. A longer sequence goes alone."""
     num_threads: int = Field(1, ge=1)
@@ -64,12 +64,23 @@ class TorchTrainConfig(Config):
         return self
 
 
+class TorchTrainConfig(TrainEngineConfig):
+    """The train engine on plain torch: data parallel, each rank holds the whole model."""
+
+    kind: Literal["torch"] = "torch"
+    """Which train engine."""
+
+
+AnyTrainConfig = TorchTrainConfig
+"""What `learner.engine` may be, told apart by `kind`: a union of one as yet."""
+
+
 class LearnerConfig(Config):
     """The training side of a run."""
 
     ranks: int = Field(1, ge=1)
     """Data-parallel processes. Any number takes the same steps from the same groups."""
-    engine: TorchTrainConfig = TorchTrainConfig()
+    engine: AnyTrainConfig = TorchTrainConfig()
     """What computes."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """What updates."""

@@ -180,6 +180,7 @@ def work_metrics(
         started: time.monotonic() at the start of the step.
         ranks: The other ranks.
     """
+    batches = [b for b in batches if not b.is_empty]
     work = [float(len(batches)), float(sum(b.num_tokens for b in batches))]
     count, real, whole = ranks.sum_numbers([*work, float(sum(b.token_ids.size for b in batches))])
     seconds = time.monotonic() - started

@@ -11,7 +11,7 @@ deadline with a GroupBroken that says who or what was awaited.
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.runtime.membership import GroupBroken, Membership
+
+if TYPE_CHECKING:
+    from areal_ray.engines.sharding import ShardedTensor
 
 BACKEND = "AREAL_BYTES"
 
@@ -196,7 +199,7 @@ def leave_group(group: BytesGroup) -> None:
 
 
 def describe(
-    weights: Mapping[str, torch.Tensor], dtype: str
+    weights: "Mapping[str, torch.Tensor | ShardedTensor]", dtype: str
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(name, shape, dtype that travels) of each tensor; `dtype` replaces floating-point ones."""
     for name, tensor in weights.items():
@@ -205,7 +208,10 @@ def describe(
 
 
 def fill_bucket(
-    plan: BucketPlan, bucket: int, weights: Mapping[str, torch.Tensor], out: torch.Tensor
+    plan: BucketPlan,
+    bucket: int,
+    weights: "Mapping[str, torch.Tensor | ShardedTensor]",
+    out: torch.Tensor,
 ) -> None:
     """Copy (and cast) what a bucket carries into `out`, uint8 [bucket length]."""
     dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
@@ -213,8 +219,11 @@ def fill_bucket(
         dtype = getattr(torch, dtypes[piece.name])
         target = out[piece.bucket_start_byte :][: piece.num_bytes].view(dtype)
         first = piece.tensor_start_byte // dtype.itemsize
-        source = weights[piece.name].detach().reshape(-1)
-        target.copy_(source[first : first + target.numel()])
+        source, stop = weights[piece.name], first + target.numel()
+        if isinstance(source, torch.Tensor):
+            target.copy_(source.detach().reshape(-1)[first:stop])
+        else:
+            target.copy_(source.read(first, stop))
 
 
 def tensor_views(plan: BucketPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:

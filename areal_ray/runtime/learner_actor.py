@@ -17,6 +17,7 @@ from uuid import uuid4
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from areal_ray.algorithms.objective import ObjectiveConfig
@@ -86,6 +87,7 @@ class LearnerActor:
         self._sft: SftSource | None = None
         self._pairs: PairSource | None = None
         self._sender: WeightSender | None = None
+        self._others: Sequence[ActorHandle] = ()
         # All work of the engine on one thread: collectives must keep their order, and the actor
         # answers health() meanwhile. Weights travel on another, beside the engine's work.
         self._work = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -98,8 +100,14 @@ class LearnerActor:
         self._meeting = Rendezvous.open(ray.util.get_node_ip_address(), self._setup.num_ranks)
         return self._meeting.address
 
-    async def start(self, address: str) -> None:
-        """Load the engine and meet the other ranks."""
+    async def start(self, address: str, ranks: Sequence[ActorHandle] = ()) -> None:
+        """Load the engine and meet the other ranks.
+
+        Args:
+            address: Where rank 0 waits for them.
+            ranks: All of them, this one included; where rank 0 needs them to read its weights.
+        """
+        self._others = ranks[1:]
         await self._on(self._work, self._start, address)
 
     def _start(self, address: str) -> None:
@@ -206,7 +214,7 @@ class LearnerActor:
         """A Hugging Face checkpoint into an existing folder."""
         await self._on(self._work, lambda: self._ready().export(Path(folder)))
 
-    # Weights: called by the ParamSyncActor, on rank 0 alone
+    # Weights: called by the ParamSyncActor, on rank 0 alone. It asks the others where it must.
 
     async def weights_plan(self, bucket_bytes: int, dtype: str) -> BucketPlan:
         """How the weights are laid out on the wire."""
@@ -217,8 +225,22 @@ class LearnerActor:
         return await self._on(self._transfers, self._sends().join, membership, rank)
 
     async def weights_send(self, plan: BucketPlan, version: int) -> list[str]:
-        """Send the present weights as `version`; digests of the buckets."""
-        return await self._on(self._transfers, self._sends().send, plan, version)
+        """Send the present weights as `version`; digests of the buckets.
+
+        On the other ranks: give rank 0 what it reads of them meanwhile, and return nothing.
+        """
+        engine = self._ready()
+        if self._rank:
+            await self._on(self._transfers, engine.serve_weights)
+            return []
+        needed = self._others if engine.is_sharded else ()
+        serving = [other.weights_send.remote(plan, version) for other in needed]
+        try:
+            digests = await self._on(self._transfers, self._sends().send, plan, version)
+        finally:
+            await self._on(self._transfers, engine.release_weights)
+        await asyncio.gather(*serving)
+        return digests
 
     async def weights_snapshot(self, plan: BucketPlan, version: int) -> NDArray[np.uint8]:
         """The sealed bytes of a version sent before."""

@@ -20,11 +20,13 @@ from areal_ray.runtime.membership import Membership
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from areal_ray.engines.sharding import ShardedTensor
+
 
 class WeightSender:
     """Packs the learner's weights into buckets, broadcasts them and keeps them for late joiners."""
 
-    def __init__(self, weights: Callable[[], Mapping[str, "Tensor"]]) -> None:
+    def __init__(self, weights: Callable[[], Mapping[str, "Tensor | ShardedTensor"]]) -> None:
         self._weights = weights
         self._store: Any = None
         self._group: collective.BytesGroup | None = None
@@ -98,7 +100,7 @@ class WeightSender:
     def _send_buckets(
         self,
         plan: BucketPlan,
-        weights: Mapping[str, "Tensor"],
+        weights: Mapping[str, "Tensor | ShardedTensor"],
         host: "Tensor",
         group: collective.BytesGroup | None,
     ) -> list[str]:

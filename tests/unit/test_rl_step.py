@@ -18,7 +18,7 @@ from areal_ray.algorithms.packing import TrainSequence
 from areal_ray.algorithms.presets import PRESETS
 from areal_ray.core.trajectory import Group, Outcome
 from areal_ray.engines.critic import Critic
-from areal_ray.engines.process_group import RankGroup
+from areal_ray.engines.sharding import Replicated
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import (
     Companions,
@@ -247,7 +247,7 @@ def _lines(groups):
 def _critic(path, lr=1e-2, **engine):
     config = CriticConfig(optimizer=OptimizerConfig(lr=lr, **CALM), eps_clip=None)
     return Critic(
-        path, config, TorchTrainConfig(dtype="float64", **engine), total_steps=9, ranks=RankGroup()
+        path, config, TorchTrainConfig(dtype="float64", **engine), Replicated(), total_steps=9
     )
 
 
