@@ -1,6 +1,7 @@
 """Driving a generation engine from a test: submit, wait for what comes back, compare with HF."""
 
 import queue
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
+from areal_ray.engines.protocols import (
+    GenerationChunk,
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    SamplingConfig,
+)
 from areal_ray.engines.torch_generation import TorchGenerationEngine
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 
@@ -20,17 +27,45 @@ DEADLINE_S = 60.0
 class Served:
     """A started engine and what it has sent back, in order, a list for each engine step."""
 
-    def __init__(self, engine: TorchGenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
         self.steps: queue.Queue[list[GenerationResult]] = queue.Queue()
         self.results: dict[str, GenerationResult] = {}
+        self.chunks: dict[str, list[GenerationChunk]] = {}
+        self.wrong: list[str] = []
+        """Broken promises about the order of chunks and results."""
         self.pause_after: str = ""
+        self._ended: set[str] = set()
+        self._has_chunks = threading.Condition()
+
+    def start(self) -> None:
+        """Begin serving."""
+        self.engine.start(self.receive, self.receive_chunks)
 
     def receive(self, step: list[GenerationResult]) -> None:
         """Called by the engine; stops it at once where a test wants to act in mid-turn."""
         if any(result.request_id == self.pause_after for result in step):
             self.engine.pause()
+        self._ended |= {result.request_id for result in step}
         self.steps.put(step)
+
+    def receive_chunks(self, step: list[GenerationChunk]) -> None:
+        """Called by the engine."""
+        names = [chunk.request_id for chunk in step]
+        self.wrong += [f"{name}: a chunk after its result" for name in names if name in self._ended]
+        if len(names) != len(set(names)):
+            self.wrong.append(f"two chunks of a turn in one step: {names}")
+        with self._has_chunks:
+            for chunk in step:
+                self.chunks.setdefault(chunk.request_id, []).append(chunk)
+            self._has_chunks.notify_all()
+
+    def wait_chunks(self, request_id: str, count: int = 1) -> None:
+        """Until a streamed turn has sent so many."""
+        with self._has_chunks:
+            assert self._has_chunks.wait_for(
+                lambda: len(self.chunks.get(request_id, ())) >= count, DEADLINE_S
+            ), f"no {count} chunks of {request_id} came"
 
     def run_until(self, request_id: str, requests: Sequence[GenerationRequest]) -> None:
         """Submit, and leave the engine paused right after the step that ended one of them."""
@@ -57,7 +92,7 @@ def serving(folder: Path, *, version: int = 0, **config: Any) -> Iterator[Served
     """A running engine over a model folder, closed at the end."""
     engine = TorchGenerationEngine(folder, TorchGenerationConfig(**config), version=version)
     served = Served(engine)
-    engine.start(served.receive)
+    served.start()
     try:
         yield served
     finally:
@@ -65,7 +100,13 @@ def serving(folder: Path, *, version: int = 0, **config: Any) -> Iterator[Served
 
 
 def request(
-    name: str, prompt: Sequence[int] | np.ndarray, *, seed: int = 0, key: str = "", **sampling: Any
+    name: str,
+    prompt: Sequence[int] | np.ndarray,
+    *,
+    seed: int = 0,
+    key: str = "",
+    streamed: bool = False,
+    **sampling: Any,
 ) -> GenerationRequest:
     """A request with sampling fields by keyword."""
     return GenerationRequest(
@@ -74,6 +115,7 @@ def request(
         sampling=SamplingConfig(**sampling),
         seed=seed,
         prefix_key=key,
+        is_streamed=streamed,
     )
 
 
