@@ -1,9 +1,9 @@
 """RolloutActor: owns one generation engine. A thin shell: Ray outside, the engine inside.
 
-Requests come in by submit(); finished turns leave by collect(), a long poll that carries all turns
-of a client that ended since, so that one message serves many streams. Its state comes from the
-constructor alone: a restarted actor loads the model it was given, then catches up with the last
-committed weights before it answers.
+Requests come in by submit(); finished turns and chunks of streamed ones leave by collect(), a long
+poll that carries all of a client's since, so that one message serves many streams. Its state comes
+from the constructor alone: a restarted actor loads the model it was given, then catches up with the
+last committed weights before it answers.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.engines.protocols import (
     EngineHealth,
+    GenerationChunk,
     GenerationEngine,
     GenerationRequest,
     GenerationResult,
@@ -30,8 +31,9 @@ from areal_ray.errors import DeadlineExceeded
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
+from areal_ray.runtime.outbox import Outbox
 from areal_ray.runtime.rollout_config import RolloutConfig
-from areal_ray.runtime.turn_wire import ResultBatch
+from areal_ray.runtime.turn_wire import Collected
 
 T = TypeVar("T")
 
@@ -54,16 +56,6 @@ def build_engine(model_path: str, config: RolloutConfig, *, version: int) -> Gen
     from areal_ray.engines.torch_generation import TorchGenerationEngine
 
     return TorchGenerationEngine(Path(model_path), config.engine, version=version)
-
-
-@dataclass(slots=True)
-class _Outbox:
-    """Finished turns of one client, until it collects them."""
-
-    results: list[GenerationResult] = field(default_factory=list)
-    filled: asyncio.Event = field(default_factory=asyncio.Event)
-    pending: int = 0
-    last_seen_s: float = field(default_factory=time.monotonic)
 
 
 def _fetched(reference: Any, what: str) -> Any:
@@ -106,13 +98,13 @@ class RolloutActor:
 
         self._receiver = WeightReceiver(self._engine.weight_shapes())
         self._clients: dict[str, str] = {}
-        self._outboxes: defaultdict[str, _Outbox] = defaultdict(_Outbox)
+        self._outboxes: defaultdict[str, Outbox] = defaultdict(Outbox)
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread, so that the steps of one publish can never overtake each other.
         self._transfers = ThreadPoolExecutor(1, thread_name_prefix="weights")
         if sync and not pinned:
             self._catch_up(reach(sync))
-        self._engine.start(self._on_results)
+        self._engine.start(self._on_results, self._on_chunks)
         collect_rarely()
 
     def _catch_up(self, sync: Any) -> None:
@@ -127,52 +119,63 @@ class RolloutActor:
     async def submit(self, client: str, requests: Sequence[GenerationRequest]) -> None:
         """Queue turns of `client`; it fetches them with collect()."""
         self._loop = self._loop or asyncio.get_running_loop()
-        outbox = self._outboxes[client]
-        outbox.pending += len(requests)
-        outbox.last_seen_s = time.monotonic()
+        self._outboxes[client].submitted(len(requests))
         for request in requests:
             self._clients[request.request_id] = client
         self._engine.submit(requests)
 
-    async def collect(self, client: str, linger_s: float = 0.0) -> list[GenerationResult]:
-        """Turns of `client` that ended since the last call; waits for the first of them.
+    async def collect(self, client: str, linger_s: float = 0.0) -> Collected:
+        """Turns of `client` that ended, and what its streamed ones sampled, since the last call.
+
+        Waits for the first of them. All streams of an engine step come in one answer; while the
+        client is at work on it, further steps join in the next.
 
         Args:
             client: As given to submit().
             linger_s: Once one turn has ended, wait this long for others to travel along.
 
         Returns:
-            Finished turns; an empty list after some seconds without any, to be asked again.
+            Nothing after some seconds without any, to be asked again.
         """
         outbox = self._outboxes[client]
-        outbox.last_seen_s = time.monotonic()
-        try:
-            async with asyncio.timeout(_POLL_S):
-                await outbox.filled.wait()
-        except TimeoutError:
-            return []
-        if linger_s > 0 and outbox.pending > len(outbox.results):
-            await asyncio.sleep(linger_s)
-        results, outbox.results = ResultBatch(outbox.results), []
-        outbox.filled.clear()
-        outbox.pending -= len(results)
-        return results
+        await outbox.wait(_POLL_S, linger_s)
+        return outbox.take()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End turns now; they come back as aborted."""
         self._engine.abort(request_ids)
 
+    async def pause(self, *, asleep: bool = False) -> None:
+        """Stop sampling; turns stay. With `asleep` the memory of keys and values is given back."""
+        await self._in_order(self._engine.pause)
+        if asleep:
+            await self._in_order(self._engine.sleep)
+
+    async def resume(self) -> None:
+        """Go on after pause(), woken first."""
+        await self._in_order(self._engine.wake)
+        await self._in_order(self._engine.resume)
+
     def _on_results(self, results: list[GenerationResult]) -> None:
         assert self._loop is not None, "results cannot precede the first submit()"
         self._loop.call_soon_threadsafe(self._deliver, results)
+
+    def _on_chunks(self, chunks: list[GenerationChunk]) -> None:
+        assert self._loop is not None, "chunks cannot precede the first submit()"
+        self._loop.call_soon_threadsafe(self._deliver_chunks, chunks)
 
     def _deliver(self, results: list[GenerationResult]) -> None:
         for result in results:
             client = self._clients.pop(result.request_id, None)
             if client is not None:
-                outbox = self._outboxes[client]
-                outbox.results.append(result)
-                outbox.filled.set()
+                self._outboxes[client].add_result(result)
+        self._forget_gone_clients()
+
+    def _deliver_chunks(self, chunks: list[GenerationChunk]) -> None:
+        for chunk in chunks:
+            client = self._clients.get(chunk.request_id)
+            if client is not None:
+                self._outboxes[client].add_chunk(chunk)
         self._forget_gone_clients()
 
     def _forget_gone_clients(self) -> None:

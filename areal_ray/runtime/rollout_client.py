@@ -4,39 +4,31 @@ Requests made within one tick of the event loop, or within `linger_s` while the 
 travel to it in one `submit`; one `collect` a replica is outstanding while anything is pending
 there. A request goes to the replica that holds its prefix unless that one is overloaded, else to
 the least loaded. When a replica dies its turns are sampled afresh, on another replica or on the
-same after its restart: nothing was recorded yet.
+same after its restart: nothing was recorded yet. A streamed turn goes on from what was streamed.
 
-generate() waits for: its result; unblocked by the collector; bounded by `deadline_s`.
+generate() and stream() wait for: their result; unblocked by the collector; bounded by `deadline_s`.
 """
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.engines.protocols import GenerationRequest, GenerationResult
-from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError
+from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
+from areal_ray.errors import DeadlineExceeded, EngineError
 from areal_ray.runtime.fleet import explained, reason_of_death
+from areal_ray.runtime.pending_turn import PendingTurn
+from areal_ray.runtime.replica_choice import ReplicaChoice
+from areal_ray.runtime.streamed_turn import StreamedTurn
 from areal_ray.runtime.turn_wire import RequestBatch
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED_PREFIXES = 8192
 _PROBE_EVERY_S = 0.25
-
-
-@dataclass(slots=True)
-class _Pending:
-    request: GenerationRequest
-    future: "asyncio.Future[GenerationResult]"
-    due_s: float
-    """On the loop's clock; then it is given up."""
-    tries: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +38,17 @@ class _Lane:
     name: str
     replica: Any
     outbox: list[GenerationRequest] = field(default_factory=list)
-    pending: dict[str, _Pending] = field(default_factory=dict)
+    pending: dict[str, PendingTurn] = field(default_factory=dict)
     incarnation: str = ""
     down_reason: str = ""
     """Why it is not answering; empty while it is."""
     collector: "asyncio.Task[None] | None" = None
     is_flush_due: bool = False
+
+    @property
+    def num_pending(self) -> int:
+        """Turns under way on it."""
+        return len(self.pending)
 
 
 class RolloutClient:
@@ -84,9 +81,8 @@ class RolloutClient:
         self._client_id = client_id
         self._deadline_s = deadline_s
         self._linger_s = linger_s
-        self._spill_requests = spill_requests
         self._max_tries = max_tries
-        self._homes: OrderedDict[str, _Lane] = OrderedDict()
+        self._choice = ReplicaChoice(spill_requests)
         self._background: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         """Rings when the turn that waits for the longest is due."""
@@ -106,18 +102,45 @@ class RolloutClient:
             EngineError: The engine refused the request.
             ActorLost: Replicas kept dying under it.
         """
+        pending = self._begin(request)
+        try:
+            return _sound(await pending.future)
+        finally:
+            self._forget(request.request_id)
+
+    async def stream(
+        self, request: GenerationRequest
+    ) -> AsyncGenerator[GenerationChunk | GenerationResult, None]:
+        """One sampled turn as it is sampled: its chunks, and last of all its whole result.
+
+        A consumer that takes its time gets fewer and longer chunks; one that breaks off (closes the
+        generator, or is cancelled) aborts the turn. When the replica dies, another goes on from
+        what was streamed, as long as nothing of the sampling looks back at it.
+
+        Raises:
+            DeadlineExceeded: No end within `deadline_s`; names the replica.
+            EngineError: The engine refused the request.
+            ActorLost: Replicas kept dying under it, or the turn cannot be continued.
+        """
+        turn = StreamedTurn(request)
+        pending = self._begin(turn.request, turn)
+        try:
+            while (chunk := await turn.next_chunk(pending.future)) is not None:
+                yield chunk
+            yield _sound(pending.future.result())
+        finally:
+            self._forget(request.request_id)
+
+    def _begin(self, request: GenerationRequest, stream: StreamedTurn | None = None) -> PendingTurn:
         loop = asyncio.get_running_loop()
-        pending = _Pending(request, loop.create_future(), loop.time() + self._deadline_s)
+        future: asyncio.Future[GenerationResult] = loop.create_future()
+        if stream is not None:
+            future.add_done_callback(stream.wake)
+        pending = PendingTurn(request, future, loop.time() + self._deadline_s, stream)
         self._route(pending)
         if self._alarm is None:  # one for all: a timer a turn costs more than all else here
             self._alarm = loop.call_at(pending.due_s, self._end_overdue)
-        try:
-            result = await pending.future
-        finally:
-            self._forget(request.request_id)
-        if result.error:
-            raise EngineError(f"turn {request.request_id}: {result.error}")
-        return result
+        return pending
 
     async def close(self) -> None:
         """Stop collecting; turns still under way are aborted."""
@@ -133,30 +156,16 @@ class RolloutClient:
 
     # -- choosing a replica --------------------------------------------------------------------
 
-    def _route(self, pending: _Pending) -> None:
-        lane = self._choose(pending.request.prefix_key)
+    def _route(self, pending: PendingTurn) -> None:
+        lane = self._choice.choose(self._lanes, pending.request.prefix_key)
         pending.tries += 1
         # A busy replica takes new turns between two steps only: they may as well come together.
         delay_s = self._linger_s if lane.pending else 0.0
-        lane.pending[pending.request.request_id] = pending
+        lane.pending[pending.request_id] = pending
         lane.outbox.append(pending.request)
         if not lane.is_flush_due:
             lane.is_flush_due = True
             asyncio.get_running_loop().call_later(delay_s, self._flush, lane)
-
-    def _choose(self, prefix_key: str) -> _Lane:
-        alive = [lane for lane in self._lanes if not lane.down_reason] or self._lanes
-        least = min(alive, key=lambda lane: len(lane.pending))
-        home = self._homes.get(prefix_key) if prefix_key else None
-        limit = len(least.pending) + self._spill_requests
-        if home is not None and home in alive and len(home.pending) < limit:
-            self._homes.move_to_end(prefix_key)
-            return home
-        if prefix_key:
-            self._homes[prefix_key] = least
-            if len(self._homes) > _REMEMBERED_PREFIXES:
-                self._homes.popitem(last=False)
-        return least
 
     def _forget(self, request_id: str) -> None:
         """Drop a turn that is no longer awaited; its replica ends it unless it has answered."""
@@ -204,8 +213,8 @@ class RolloutClient:
                 if not lane.incarnation:
                     lane.incarnation = await lane.replica.incarnation.remote()
                 self.num_collects += 1
-                results = await lane.replica.collect.remote(self._client_id, self._linger_s)
-                if not results:
+                came = await lane.replica.collect.remote(self._client_id, self._linger_s)
+                if not came.results and not came.chunks:
                     await self._notice_restart(lane)
             except RayTaskError as error:
                 for request_id in list(lane.pending):
@@ -213,7 +222,10 @@ class RolloutClient:
             except RayError as error:
                 self._lost(lane, error)
             else:
-                for result in results:
+                for chunk in came.chunks:
+                    if chunk.request_id in lane.pending:
+                        lane.pending[chunk.request_id].add(chunk)
+                for result in came.results:
                     self._deliver(lane, result)
 
     def _deliver(self, lane: _Lane, result: GenerationResult) -> None:
@@ -223,7 +235,7 @@ class RolloutClient:
         if result.stop_reason is StopReason.ABORT and not result.error:
             self._again(lane, pending, "aborted by the engine")
         else:
-            pending.future.set_result(result)
+            pending.end(result)
             del lane.pending[result.request_id]
 
     def _fail(self, lane: _Lane, request_id: str, error: Exception) -> None:
@@ -275,14 +287,9 @@ class RolloutClient:
             if not pending.future.done():
                 self._again(lane, pending, reason)
 
-    def _again(self, lane: _Lane, pending: _Pending, reason: str) -> None:
-        lane.pending.pop(pending.request.request_id, None)
-        if pending.tries >= self._max_tries:
-            tries = f"was given to a replica {pending.tries} times"
-            pending.future.set_exception(
-                ActorLost(f"turn {pending.request.request_id} {tries}; last, {lane.name}: {reason}")
-            )
-        else:
+    def _again(self, lane: _Lane, pending: PendingTurn, reason: str) -> None:
+        lane.pending.pop(pending.request_id, None)
+        if pending.may_try_again(self._max_tries, f"{lane.name}: {reason}"):
             self._route(pending)
 
     def _end_overdue(self) -> None:
@@ -290,15 +297,23 @@ class RolloutClient:
         waiting = [p for lane in self._lanes for p in lane.pending.values() if not p.future.done()]
         for pending in waiting:
             if pending.due_s <= loop.time():
-                error = DeadlineExceeded(self._overdue(pending.request.request_id))
-                pending.future.set_exception(error)
+                told = _overdue(self._lanes, pending.request_id, self._deadline_s)
+                pending.future.set_exception(DeadlineExceeded(told))
         due_s = min((p.due_s for p in waiting if not p.future.done()), default=None)
         self._alarm = None if due_s is None else loop.call_at(due_s, self._end_overdue)
 
-    def _overdue(self, request_id: str) -> str:
-        lane = next((lane for lane in self._lanes if request_id in lane.pending), None)
-        where = "no replica" if lane is None else lane.name
-        state = f", which is down ({lane.down_reason})" if lane and lane.down_reason else ""
-        started = f"turn {request_id} waited {self._deadline_s:g} s for {where}{state}"
-        counts = ", ".join(f"{lane.name} {len(lane.pending)}" for lane in self._lanes)
-        return f"{started}. Turns pending: {counts}. Raise agent.turn_timeout_s if this is normal"
+
+def _overdue(lanes: Sequence[_Lane], request_id: str, deadline_s: float) -> str:
+    lane = next((lane for lane in lanes if request_id in lane.pending), None)
+    where = "no replica" if lane is None else lane.name
+    state = f", which is down ({lane.down_reason})" if lane and lane.down_reason else ""
+    started = f"turn {request_id} waited {deadline_s:g} s for {where}{state}"
+    counts = ", ".join(f"{lane.name} {len(lane.pending)}" for lane in lanes)
+    return f"{started}. Turns pending: {counts}. Raise agent.turn_timeout_s if this is normal"
+
+
+def _sound(result: GenerationResult) -> GenerationResult:
+    """The result, or its error raised."""
+    if result.error:
+        raise EngineError(f"turn {result.request_id}: {result.error}")
+    return result

@@ -5,13 +5,18 @@ buffer of its own; packed end to end they cost a fraction, at both ends of the w
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
+from areal_ray.engines.protocols import (
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    SamplingConfig,
+)
 
 Column = list[Any]
 
@@ -54,6 +59,29 @@ class ResultBatch(list[GenerationResult]):
         )
 
 
+class ChunkBatch(list[GenerationChunk]):
+    """What streamed turns of one client sampled, on its way there in one message."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tokens, lengths = _joined([chunk.token_ids for chunk in self], np.int32)
+        return _chunks, (
+            [chunk.request_id for chunk in self],
+            tokens,
+            lengths,
+            _joined([chunk.logprobs for chunk in self], np.float32)[0],
+            _joined([chunk.versions for chunk in self], np.int32)[0],
+        )
+
+
+class Collected(NamedTuple):
+    """What a replica has for one client."""
+
+    results: ResultBatch
+    """Turns that ended. Chunks of theirs that were not fetched before are only in here."""
+    chunks: ChunkBatch
+    """What streamed turns under way sampled since the last message, one chunk a turn."""
+
+
 def _requests(
     ids: Column,
     tokens: bytes,
@@ -89,6 +117,17 @@ def _results(
             errors,
         )
     )
+
+
+def _chunks(
+    ids: Column, tokens: bytes, lengths: Column, logprobs: bytes, versions: bytes
+) -> list[GenerationChunk]:
+    columns = (
+        _cut(tokens, np.int32, lengths),
+        _cut(logprobs, np.float32, lengths),
+        _cut(versions, np.int32, lengths),
+    )
+    return ChunkBatch(map(GenerationChunk, ids, *columns))
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[bytes, list[int]]:

@@ -11,6 +11,7 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 from areal_ray.errors import ActorLost, EngineError
 from areal_ray.runtime.rollout_client import RolloutClient
+from areal_ray.runtime.turn_wire import ChunkBatch, Collected, ResultBatch
 
 LIMIT = 16
 REQUEST = GenerationRequest(
@@ -51,10 +52,10 @@ class ScriptedReplica:
         self.given += requests
         self.waiting.set()
 
-    async def _collect(self, client_id: str, linger_s: float) -> list[GenerationResult]:
+    async def _collect(self, client_id: str, linger_s: float) -> Collected:
         await self.waiting.wait()
         self.waiting.clear()
-        return [self.script.pop(0)] if self.script else []
+        return Collected(ResultBatch([self.script.pop(0)] if self.script else []), ChunkBatch())
 
     async def _incarnation(self) -> str:
         return "first"

@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
-from areal_ray.runtime.turn_wire import RequestBatch, ResultBatch
+from areal_ray.engines.protocols import (
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    SamplingConfig,
+)
+from areal_ray.runtime.turn_wire import ChunkBatch, Collected, RequestBatch, ResultBatch
 
 _IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(lambda ids: np.array(ids, np.int32))
 _GREEDY, _WARM = SamplingConfig(temperature=0.0), SamplingConfig(max_new_tokens=7)
@@ -60,6 +65,18 @@ def test_results_arrive_as_they_were_sent(results: list[GenerationResult]) -> No
     arrived = pickle.loads(pickle.dumps(ResultBatch(results)))
     assert list(map(_fields, arrived)) == list(map(_fields, results))
     assert all(type(turn.stop_reason) is StopReason for turn in arrived)
+
+
+@given(st.lists(_results(), max_size=6))
+def test_chunks_arrive_beside_results_as_they_were_sent(results: list[GenerationResult]) -> None:
+    chunks = [
+        GenerationChunk(each.request_id, each.token_ids, each.logprobs, each.versions)
+        for each in results
+    ]
+    sent = Collected(ResultBatch(results[:2]), ChunkBatch(chunks))
+    arrived = pickle.loads(pickle.dumps(sent))
+    assert list(map(_fields, arrived.chunks)) == list(map(_fields, chunks))
+    assert list(map(_fields, arrived.results)) == list(map(_fields, results[:2]))
 
 
 def test_a_batch_may_be_sent_on() -> None:
