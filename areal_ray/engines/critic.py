@@ -87,6 +87,7 @@ class Critic:
             model, engine, sharding, config.optimizer, value_head=self._head
         )
         self._placed = self._forward.placed
+        self._is_sharded = sharding.is_sharded
         self._steps_taken = 0
 
     def begin_step(self) -> None:
@@ -158,7 +159,7 @@ class Critic:
         """
         file = folder / _STATE_FILE
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=self._is_sharded)
             self._placed.take(state["weights"])
             self._placed.load_state_dict(state["optimizer"])
             self._steps_taken = int(state["steps_taken"])

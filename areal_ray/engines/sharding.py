@@ -1,8 +1,8 @@
 """Sharding: how the parameters of a learner's models lie over its ranks.
 
 The train engine and all it is made of (policy, critic, frozen models) work through a `PlacedModel`
-and know nothing else of ranks but counts. `Replicated` gives each rank the whole model; other
-kinds are imported only where `learner.engine.kind` names them.
+and know nothing else of ranks but counts. `Replicated` gives each rank the whole model; the other
+kinds are in modules of their own, and `train_kinds` picks one.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
-from areal_ray.engines.train_config import OptimizerConfig, TrainEngineConfig
+from areal_ray.engines.train_config import OptimizerConfig
 
 T = TypeVar("T")
 
@@ -194,11 +194,6 @@ class ReplicatedModel:
     def _trained(self) -> GuardedOptimizer:
         assert self._optimizer is not None, "placed without an optimizer: a frozen model"
         return self._optimizer
-
-
-def sharding_for(config: TrainEngineConfig, ranks: RankGroup) -> Sharding:
-    """What `learner.engine.kind` names. Collective."""
-    return Replicated(ranks, config.device)
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:

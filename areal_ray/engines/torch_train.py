@@ -29,8 +29,9 @@ from areal_ray.engines.row_forward import load_causal_model, placed_rows
 from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
 from areal_ray.engines.sft_loss import SftLoss
 from areal_ray.engines.sft_step import SftStep
-from areal_ray.engines.sharding import ShardedTensor, sharding_for
+from areal_ray.engines.sharding import ShardedTensor
 from areal_ray.engines.train_config import Companions, LearnerConfig
+from areal_ray.engines.train_kinds import sharding_for
 from areal_ray.engines.train_metrics import Progress
 from areal_ray.errors import DataError
 
