@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from areal_ray.engines.memory_report import bytes_of
 from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.sharding import PlacedModel, ShardedTensor, check_source, persistent_tensors
@@ -265,6 +266,11 @@ class FsdpModel:
     def _updates(self) -> GuardedOptimizer:
         assert self._optimizer is not None, "placed without an optimizer: a frozen model"
         return self._optimizer
+
+    def held_bytes(self) -> tuple[int, int]:
+        """See `memory_report.CountsBytes`; parts, not what is whole for a moment."""
+        parts = [self._local(n) if n in self._extents else t for n, t in self._tensors.items()]
+        return bytes_of(parts), 0 if self._optimizer is None else self._optimizer.held_bytes()
 
     def _whole(self, name: str) -> Tensor:
         flat = self._parts.collect(self._extents[name], self._local(name).flatten())

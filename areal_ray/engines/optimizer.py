@@ -113,6 +113,11 @@ class GuardedOptimizer:
         """The parameters as `state_dict` counts them."""
         return [p for group in self._adamw.param_groups for p in group["params"]]
 
+    def held_bytes(self) -> int:
+        """Of moments and counts."""
+        held = [v for state in self._adamw.state.values() for v in state.values()]
+        return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor))
+
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts, for a checkpoint."""
         return self._adamw.state_dict()

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from areal_ray.engines.memory_report import bytes_of
 from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.train_config import OptimizerConfig
@@ -190,6 +191,11 @@ class ReplicatedModel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `PlacedModel`."""
         self._trained().load_state_dict(state)
+
+    def held_bytes(self) -> tuple[int, int]:
+        """See `memory_report.CountsBytes`."""
+        held = bytes_of([*self._module.parameters(), *self._module.buffers()])
+        return held, 0 if self._optimizer is None else self._optimizer.held_bytes()
 
     def _trained(self) -> GuardedOptimizer:
         assert self._optimizer is not None, "placed without an optimizer: a frozen model"

@@ -28,6 +28,15 @@ def test_a_layout_trains_as_one_rank_that_holds_the_model(outcomes, name):
     assert_same(outcomes[name], outcomes["torch 1"])
 
 
+@pytest.mark.parametrize("name", ["fsdp 2", "fsdp 4"])
+def test_a_sharded_rank_holds_its_part_of_all_models_and_moments(outcomes, name):
+    ranks = int(name[-1])
+    for scenario, outcome in outcomes[name].items():
+        for what in ("learner/parameter_bytes", "learner/optimizer_bytes"):
+            share = outcome.held[what] / outcomes["torch 1"][scenario].held[what]
+            assert 1 / ranks <= share < 1.1 / ranks, (scenario, what)
+
+
 def test_what_is_compared_moves(outcomes):
     alone = outcomes["torch 1"]
     for scenario, outcome in alone.items():

@@ -76,6 +76,8 @@ class Outcome:
     read: dict[str, torch.Tensor] = field(default_factory=dict)
     """As a publish reads them."""
     evaluation: tuple[float, ...] = ()
+    held: dict[str, float] = field(default_factory=dict)
+    """Bytes on the fullest rank, by the last step's metrics."""
 
 
 def run_layouts(layouts: Sequence[Layout], folder: Path) -> dict[str, dict[str, Outcome]]:
@@ -222,7 +224,8 @@ class _Stage:
         export = self.folder / self.layout.name / "export"
         engine.export(export)
         kept = [{k: m[k] for k in COMPARED if k in m} for m in metrics]
-        outcome = Outcome(kept, {}, self._read(engine), evaluation)
+        held = {k: v for k, v in metrics[-1].items() if k.endswith("_bytes")}
+        outcome = Outcome(kept, {}, self._read(engine), evaluation, held)
         if self.ranks.rank == 0:
             outcome.weights = load_file(export / "model.safetensors")
         self.ranks.barrier()
