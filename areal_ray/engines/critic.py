@@ -83,10 +83,9 @@ class Critic:
         self._head = nn.Linear(width, 1, device=model.device, dtype=model.dtype)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
-        self._forward = placed_rows(
-            model, engine, sharding, config.optimizer, value_head=self._head
-        )
-        self._placed = self._forward.placed
+        self.forward = placed_rows(model, engine, sharding, config.optimizer, value_head=self._head)
+        self._placed = self.forward.placed
+        self._is_sharded = sharding.is_sharded
         self._steps_taken = 0
 
     def begin_step(self) -> None:
@@ -102,8 +101,8 @@ class Critic:
         ends = np.cumsum([s.num_trained for s in sequences], dtype=np.int64) - 1
         is_truncated = np.array(truncated, bool)
         is_trained[ends[is_truncated]] = False
-        micro_batches = self._forward.micro_batches(sequences)
-        predicted = self._forward.new_column(len(is_trained))
+        micro_batches = self.forward.micro_batches(sequences)
+        predicted = self.forward.new_column(len(is_trained))
         for micro in micro_batches:
             predicted[self._places(micro)] = self._values(micro)
         return ValueShare(micro_batches, predicted, is_trained, is_truncated)
@@ -130,7 +129,7 @@ class Critic:
                 torch.full_like(targets[at], 1.0 / num_tokens),
                 eps_clip=self._config.eps_clip,
             )
-            self._forward.backward(loss, is_last=number == len(share.micro_batches))
+            self.forward.backward(loss, is_last=number == len(share.micro_batches))
             total += float(loss.detach())
         step = self._steps_taken - 1
         rate = learning_rate(step, self._total_steps, self._config.optimizer)
@@ -158,7 +157,7 @@ class Critic:
         """
         file = folder / _STATE_FILE
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=self._is_sharded)
             self._placed.take(state["weights"])
             self._placed.load_state_dict(state["optimizer"])
             self._steps_taken = int(state["steps_taken"])
@@ -170,11 +169,11 @@ class Critic:
 
     def _values(self, micro: MicroBatch) -> Tensor:
         """[N] in the micro-batch's own order."""
-        values: Tensor = self._head(self._forward.hidden(micro).to(self._head.weight.dtype))
+        values: Tensor = self._head(self.forward.hidden(micro).to(self._head.weight.dtype))
         return values[:, 0]
 
     def _places(self, micro: MicroBatch) -> Tensor:
-        return torch.from_numpy(micro.origins).to(self._forward.device)
+        return torch.from_numpy(micro.origins).to(self.forward.device)
 
 
 def _value_sequence(line: Line, is_truncated: bool) -> TrainSequence:

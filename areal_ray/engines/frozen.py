@@ -29,21 +29,21 @@ class FrozenModel:
         plain = config.model_copy(update={"gradient_checkpointing": False})
         model = load_causal_model(path, plain, key=key, device=sharding.loads_to)
         model.requires_grad_(False)
-        self._forward = placed_rows(model, plain, sharding)
+        self.forward = placed_rows(model, plain, sharding)
 
     def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> Tensor:
         """[N] of the sequences' trained tokens, end to end."""
-        return sequence_logprobs(self._forward, sequences, temperature)
+        return sequence_logprobs(self.forward, sequences, temperature)
 
     @torch.no_grad()
     def states(self, micro: MicroBatch) -> Tensor:
         """[N, ...] from which `RowForward.logits_of` makes logits; rows of one sequence each."""
-        return self._forward.states(micro)
+        return self.forward.states(micro)
 
     @torch.no_grad()
     def logits_of(self, states: Tensor) -> Tensor:
         """[N, V]"""
-        return self._forward.logits_of(states)
+        return self.forward.logits_of(states)
 
 
 @torch.no_grad()

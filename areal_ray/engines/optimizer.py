@@ -83,14 +83,18 @@ class GuardedOptimizer:
             parameter.grad.copy_(flat[offset : offset + count].view_as(parameter))
             offset += count
 
-    def update(self, rate: float) -> UpdateStats:
-        """Clip the gradient and take one step at learning rate `rate`."""
-        norm = nn.utils.clip_grad_norm_(
-            self._parameters, self._config.gradient_clipping, error_if_nonfinite=False
-        )
-        grad_norm = float(norm)
+    def update(self, rate: float, grad_norm: float | None = None) -> UpdateStats:
+        """Clip the gradient and take one step at learning rate `rate`.
+
+        `grad_norm`: L2 norm of the whole gradient, where these parameters are a part of it.
+        """
+        if grad_norm is None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            grad_norm = float(nn.utils.get_total_norm(gradients))
         if not math.isfinite(grad_norm):
             return UpdateStats(grad_norm, was_taken=False)
+        limit = self._config.gradient_clipping
+        nn.utils.clip_grads_with_norm_(self._parameters, limit, torch.tensor(grad_norm))
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
@@ -103,6 +107,16 @@ class GuardedOptimizer:
         stats = self.update(rate)
         self.zero_grad()
         return stats
+
+    @property
+    def in_order(self) -> list[nn.Parameter]:
+        """The parameters as `state_dict` counts them."""
+        return [p for group in self._adamw.param_groups for p in group["params"]]
+
+    def held_bytes(self) -> int:
+        """Of moments and counts."""
+        held = [v for state in self._adamw.state.values() for v in state.values()]
+        return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor))
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts, for a checkpoint."""

@@ -52,6 +52,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._device = device
+        self._is_joined = size > 1
 
     @classmethod
     def join(
@@ -99,6 +100,14 @@ class RankGroup:
             ) from error
         return cls(rank, size, device)
 
+    def initialise_alone(self) -> None:
+        """Give a group of one a torch process group, for libraries that want one."""
+        if self.size == 1 and not dist.is_initialized():
+            backend = "nccl" if self._device == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            self._is_joined = True
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by the sum over ranks; bit for bit the same on each."""
         return self._all_reduce(tensor, ReduceOp.SUM, "sum")
@@ -134,16 +143,16 @@ class RankGroup:
         if self.size == 1:
             return
         for tensor in tensors:
-            self._guarded("broadcast", partial(dist.broadcast, tensor, src=0))
+            self.guarded("broadcast", partial(dist.broadcast, tensor, src=0))
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            self._guarded("barrier", dist.barrier)
+            self.guarded("barrier", dist.barrier)
 
     def close(self) -> None:
         """Leave the group."""
-        if self.size > 1 and dist.is_initialized():
+        if self._is_joined and dist.is_initialized():
             dist.destroy_process_group()
 
     def _numbers(
@@ -156,10 +165,15 @@ class RankGroup:
 
     def _all_reduce(self, tensor: Tensor, op: "ReduceOp.RedOpType", what: str) -> Tensor:
         if self.size > 1:
-            self._guarded(what, lambda: dist.all_reduce(tensor, op=op))
+            self.guarded(what, lambda: dist.all_reduce(tensor, op=op))
         return tensor
 
-    def _guarded(self, what: str, call: Callable[[], object]) -> None:
+    def guarded(self, what: str, call: Callable[[], object]) -> None:
+        """Make an exchange.
+
+        Raises:
+            EngineError: It failed, or took longer than its time-out.
+        """
         try:
             call()
         except (RuntimeError, ValueError) as error:

@@ -17,6 +17,7 @@ from areal_ray.algorithms.packing import (
     build_rows,
     pack_rows,
 )
+from areal_ray.engines.memory_report import ActivationMeter
 from areal_ray.engines.sharding import PlacedModel, Replicated, Sharding
 from areal_ray.engines.train_config import OptimizerConfig, TrainEngineConfig
 from areal_ray.errors import EngineError
@@ -156,6 +157,7 @@ class RowForward:
         self._config = config
         self.device = torch.device(config.device)
         """Where it computes."""
+        self.meter = ActivationMeter(model, self.device)
         self._body = model.base_model
         self._head = model.get_output_embeddings()
         self._has_plain_head = traits.has_plain_head
@@ -200,11 +202,14 @@ class RowForward:
         self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> TokenLogprobs:
         """Log-probs of the batch's targets, in its order."""
-        return TokenLogprobs(*self.placed.run(self._scored, batch, temperature, entropy_gradient))
+        with self.meter.over(batch.token_ids.size):
+            found = self.placed.run(self._scored, batch, temperature, entropy_gradient)
+        return TokenLogprobs(*found)
 
     def states(self, batch: MicroBatch) -> Tensor:
         """[N, H] as `hidden`, or [N, V] logits where the head is not all there is to them."""
-        return self.placed.run(self._states, batch)
+        with self.meter.over(batch.token_ids.size):
+            return self.placed.run(self._states, batch)
 
     def logits_of(self, states: Tensor) -> Tensor:
         """[N, V] of some rows of `states`."""
@@ -216,7 +221,8 @@ class RowForward:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, H] final hidden state at the token that predicts each target."""
-        return self.placed.run(self._hidden, batch)
+        with self.meter.over(batch.token_ids.size):
+            return self.placed.run(self._hidden, batch)
 
     def _scored(
         self, batch: MicroBatch, temperature: float, entropy_gradient: bool

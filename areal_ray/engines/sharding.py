@@ -1,8 +1,8 @@
 """Sharding: how the parameters of a learner's models lie over its ranks.
 
 The train engine and all it is made of (policy, critic, frozen models) work through a `PlacedModel`
-and know nothing else of ranks but counts. `Replicated` gives each rank the whole model; other
-kinds are imported only where `learner.engine.kind` names them.
+and know nothing else of ranks but counts. `Replicated` gives each rank the whole model; the other
+kinds are in modules of their own, and `train_kinds` picks one.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from areal_ray.engines.memory_report import bytes_of
 from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
-from areal_ray.engines.train_config import OptimizerConfig, TrainEngineConfig
+from areal_ray.engines.train_config import OptimizerConfig
 
 T = TypeVar("T")
 
@@ -191,14 +192,14 @@ class ReplicatedModel:
         """See `PlacedModel`."""
         self._trained().load_state_dict(state)
 
+    def held_bytes(self) -> tuple[int, int]:
+        """See `memory_report.CountsBytes`."""
+        held = bytes_of([*self._module.parameters(), *self._module.buffers()])
+        return held, 0 if self._optimizer is None else self._optimizer.held_bytes()
+
     def _trained(self) -> GuardedOptimizer:
         assert self._optimizer is not None, "placed without an optimizer: a frozen model"
         return self._optimizer
-
-
-def sharding_for(config: TrainEngineConfig, ranks: RankGroup) -> Sharding:
-    """What `learner.engine.kind` names. Collective."""
-    return Replicated(ranks, config.device)
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:

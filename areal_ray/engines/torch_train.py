@@ -17,6 +17,7 @@ from areal_ray.core.trajectory import Group
 from areal_ray.engines.critic import Critic
 from areal_ray.engines.frozen import FrozenModel
 from areal_ray.engines.judge import Judge
+from areal_ray.engines.memory_report import MemoryReport
 from areal_ray.engines.model_export import ModelExtras, saving
 from areal_ray.engines.optimizer import learning_rate
 from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
@@ -29,8 +30,9 @@ from areal_ray.engines.row_forward import load_causal_model, placed_rows
 from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
 from areal_ray.engines.sft_loss import SftLoss
 from areal_ray.engines.sft_step import SftStep
-from areal_ray.engines.sharding import ShardedTensor, sharding_for
+from areal_ray.engines.sharding import ShardedTensor
 from areal_ray.engines.train_config import Companions, LearnerConfig
+from areal_ray.engines.train_kinds import sharding_for
 from areal_ray.engines.train_metrics import Progress
 from areal_ray.errors import DataError
 
@@ -82,6 +84,8 @@ class TorchTrainEngine:
         self._critic = self._load_critic(beside)
         reference = self._load_frozen(beside.reference_path, "reference.path")
         teacher = self._load_frozen(beside.teacher_path, "teacher.path")
+        forwards = [m.forward for m in (self._critic, reference, teacher) if m is not None]
+        self._memory = MemoryReport([self._forward, *forwards], self._ranks)
         self._pairs = None if pairs is None else self._pair_step(pairs, reference)
         loss = SftLoss(self._forward, teacher, distillation)
         self._sft = SftStep(self._forward, loss, self._ranks)
@@ -116,8 +120,10 @@ class TorchTrainEngine:
             oldest_version: Tokens of older versions do not train; None keeps all.
         """
         progress = Progress(rate=self._next_rate())
-        return self._rl.run(
-            minibatches, version, oldest_version, progress, lambda: self._update(progress)
+        return self._memory.told(
+            self._rl.run(
+                minibatches, version, oldest_version, progress, lambda: self._update(progress)
+            )
         )
 
     def sft_step(self, examples: Sequence[SftExample]) -> StepStats:
@@ -127,7 +133,8 @@ class TorchTrainEngine:
             examples: This rank's share of the batch; may be empty.
         """
         progress = Progress(rate=self._next_rate())
-        return self._sft.run(examples, progress, lambda: self._update(progress))
+        stats = self._sft.run(examples, progress, lambda: self._update(progress))
+        return self._memory.told(stats)
 
     def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
         """Teacher-forced accuracy on this rank's share of held-out examples, over all ranks."""
@@ -141,7 +148,7 @@ class TorchTrainEngine:
         """
         assert self._pairs is not None, "only runs of kind dpo and reward_model learn from pairs"
         progress = Progress(rate=self._next_rate())
-        return self._pairs.run(pairs, progress, lambda: self._update(progress))
+        return self._memory.told(self._pairs.run(pairs, progress, lambda: self._update(progress)))
 
     def evaluate_pairs(self, pairs: Sequence[PreferencePair]) -> PairEvaluation:
         """How well this rank's share of held-out pairs is told apart, over all ranks."""

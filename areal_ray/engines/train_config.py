@@ -71,8 +71,39 @@ class TorchTrainConfig(TrainEngineConfig):
     """Which train engine."""
 
 
-AnyTrainConfig = TorchTrainConfig
-"""What `learner.engine` may be, told apart by `kind`: a union of one as yet."""
+class FsdpConfig(TrainEngineConfig):
+    """The train engine with FSDP2: each rank holds a part of every parameter and moment."""
+
+    kind: Literal["fsdp"] = "fsdp"
+    """Which train engine."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the forward pass. bfloat16 keeps float32 parts and optimizer state, and gathers and
+    computes layers in bfloat16. float64 is for checking numbers."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of gradients as they are summed over ranks, with dtype bfloat16."""
+    reshard_after_forward: bool = True
+    """Free a layer's parameters between its forward and backward pass: less memory, gathered
+    twice."""
+    cpu_offload: bool = False
+    """Keep parts and optimizer state in host memory and update there; with device cuda."""
+
+    @model_validator(mode="after")
+    def _check_fsdp(self) -> Self:
+        if self.cpu_offload and self.device == "cpu":
+            raise ValueError(
+                "cpu_offload: is true with device cpu, where all is in host memory already; must "
+                "be false. Change either."
+            )
+        if self.reduce_dtype != "float32" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"reduce_dtype: is {self.reduce_dtype} with dtype {self.dtype}; must be float32. "
+                "Change either."
+            )
+        return self
+
+
+AnyTrainConfig = TorchTrainConfig | FsdpConfig
+"""What `learner.engine` may be, told apart by `kind`."""
 
 
 class LearnerConfig(Config):

@@ -28,6 +28,7 @@ from areal_ray.engines.preference import PairEvaluation, PairTask
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import OfflineDistillationConfig, SftConfig, SftEvaluation
 from areal_ray.engines.train_config import Companions, LearnerConfig
+from areal_ray.runtime.answers import ask
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.pair_source import PairSource
@@ -37,6 +38,9 @@ if TYPE_CHECKING:  # torch is imported where the actor runs, not in the driver t
     from areal_ray.engines.process_group import Rendezvous
     from areal_ray.engines.torch_train import TorchTrainEngine
     from areal_ray.runtime.weight_sender import WeightSender
+
+_LET_GO_S = 30.0
+"""Another rank ends its part of a publish within it."""
 
 T = TypeVar("T")
 Share = Sequence[Sequence[tuple[Any, JournalPlace | None]]]
@@ -236,11 +240,16 @@ class LearnerActor:
         needed = self._others if engine.is_sharded else ()
         serving = [other.weights_send.remote(plan, version) for other in needed]
         try:
-            digests = await self._on(self._transfers, self._sends().send, plan, version)
+            return await self._on(self._transfers, self._send, plan, version)
+        finally:  # one that died is told of rather than the exchange that it broke
+            for rank, answer in enumerate(serving, start=1):
+                await ask(f"learner-{rank}", answer, "weights_send", _LET_GO_S)
+
+    def _send(self, plan: BucketPlan, version: int) -> list[str]:
+        try:
+            return self._sends().send(plan, version)
         finally:
-            await self._on(self._transfers, engine.release_weights)
-        await asyncio.gather(*serving)
-        return digests
+            self._ready().release_weights()
 
     async def weights_snapshot(self, plan: BucketPlan, version: int) -> NDArray[np.uint8]:
         """The sealed bytes of a version sent before."""

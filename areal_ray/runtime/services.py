@@ -19,7 +19,7 @@ from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.engines.preference import PairEvaluation
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation
-from areal_ray.errors import ActorLost
+from areal_ray.errors import ActorLost, EngineError
 from areal_ray.runtime.fleet import Fleet, call, unheard
 from areal_ray.runtime.membership import NoReplicaLeft
 from areal_ray.runtime.param_sync_actor import Committed, PublishReport
@@ -30,6 +30,8 @@ _LINGER_S = 0.01
 _MOST_GROUPS = 16
 """In one call."""
 _QUICK_S = 0.02
+_DEATH_S = 5.0
+"""Ray tells within it that an actor died."""
 _FORGET = 0.9
 """Share of a slow episode's time that is still believed after one more group."""
 
@@ -253,11 +255,18 @@ class LearnerService:
 async def _all_or_first_error(calls: Sequence[Any]) -> list[Any]:
     """Await ranks that work in step; the first that fails ends the wait for the others.
 
-    Without it the others would sit in a collective until its time-out, hiding the cause.
+    Without it the others would sit in a collective until its time-out, hiding the cause. A rank
+    that dies breaks the others' exchange before Ray hears of it: its death is what is told.
     """
     tasks = [unheard(one) for one in calls]
     try:
         return list(await asyncio.gather(*tasks))
+    except EngineError:
+        await asyncio.wait(tasks, timeout=_DEATH_S)
+        for task in tasks:
+            if task.done() and isinstance(task.exception(), ActorLost):
+                task.result()
+        raise
     finally:
         for task in tasks:
             task.cancel()

@@ -67,6 +67,10 @@ learner/step_s | s | mean | Seconds of the train step.
 learner/proximal_s | s | mean | Seconds of the train step spent on proximal log-probs.
 learner/tokens_per_s | tokens_per_s | mean | learner/trained_tokens over learner/step_s.
 learner/memory_bytes | bytes | max | Peak resident memory of the first rank; GPU memory apart.
+learner/device_memory_bytes | bytes | max | Peak GPU memory, of the fullest rank.
+learner/parameter_bytes | bytes | last | Parameters of all models on the fullest rank.
+learner/optimizer_bytes | bytes | last | Optimizer states on the fullest rank.
+learner/activation_bytes | bytes | last | What a rank's largest pass kept for its backward pass.
 learner/token_accuracy_fraction | fraction | mean | SFT: targets that are the model's first choice.
 learner/pair_accuracy_fraction | fraction | mean | Trained pairs whose better answer scored higher.
 learner/kl_reference_nats | nats | mean | Estimated KL between policy and reference model.

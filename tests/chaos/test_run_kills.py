@@ -89,17 +89,24 @@ def test_evaluations_go_on_under_the_right_version_after_their_replica_died(runs
     assert all(point.accuracy is not None and point.episodes == 8 for point in points)
 
 
-def test_a_run_that_lost_its_learner_says_so_within_a_minute_and_resumes(runs: Runs) -> None:
-    handle = runs.start("learner-killed", "checkpoint.every_steps=1", *SLOW)
+@pytest.mark.parametrize(
+    ("lost", "overrides"),
+    [("learner-0", ()), ("learner-1", ("learner.engine.kind=fsdp", "learner.ranks=2"))],
+)
+def test_a_run_that_lost_a_learner_says_so_within_a_minute_and_resumes(
+    runs: Runs, lost: str, overrides: tuple[str, ...]
+) -> None:
+    name, how = f"{lost}-killed", ("checkpoint.every_steps=1", *overrides, *SLOW)
+    handle = runs.start(name, *how)
     until_step(handle, 3)
-    kill("learner-killed", "learner-0")
+    kill(name, lost)
     killed_s = time.monotonic()
-    with pytest.raises(ArealRayError, match="learner-0 died"):
+    with pytest.raises(ArealRayError, match=f"{lost} died"):
         handle.wait(120)
     assert time.monotonic() - killed_s < 60
     done = steps_of(handle.folder)[-1]
     assert 3 <= done < STEPS
-    resumed = runs.start("learner-killed", "checkpoint.every_steps=1", *SLOW, resume=True)
+    resumed = runs.start(name, *how, resume=True)
     assert_ended_well(resumed, resumed=True)
 
 

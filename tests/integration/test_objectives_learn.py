@@ -23,6 +23,7 @@ OBJECTIVES = {
     "icepop": ["objective.kind=icepop"],
     "kpop": ["objective.kind=kpop"],
 }
+TRAIN_ENGINES = {"fsdp": ["learner.engine.kind=fsdp", "learner.ranks=2"]}
 RECIPES_CLIP = ["objective.eps_clip=null", "objective.eps_clip_higher=null"]
 PATIENCE_S = 500.0
 
@@ -59,3 +60,9 @@ def test_the_demo_lifts_held_out_accuracy_by_thirty_points(runs: Runs) -> None:
 def test_another_objective_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
     shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
     assert lifted(runs, STEPS, *shorter, *RECIPES_CLIP, *OBJECTIVES[name]) >= 0.25
+
+
+@pytest.mark.parametrize("name", TRAIN_ENGINES)
+def test_another_train_engine_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
+    shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
+    assert lifted(runs, STEPS, *shorter, *TRAIN_ENGINES[name]) >= 0.25

@@ -1,6 +1,7 @@
 """Two learner actors are one learner."""
 
 import numpy as np
+import pytest
 import ray
 
 from areal_ray.core.queue import Ticket
@@ -75,9 +76,12 @@ def start(runs: Runs) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-def test_a_run_with_two_ranks_and_two_replicas_reaches_its_end(runs: Runs) -> None:
-    summary = runs.run("ranks", "learner.ranks=2", "rollout.replicas=2", "steps=4")
+@pytest.mark.parametrize("kind", ["torch", "fsdp"])
+def test_a_run_with_two_ranks_and_two_replicas_reaches_its_end(runs: Runs, kind: str) -> None:
+    ranks = (f"learner.engine.kind={kind}", "learner.ranks=2", "rollout.replicas=2")
+    summary = runs.run(f"{kind}-ranks", *ranks, "steps=4")
     assert (summary.outcome, summary.steps, summary.version) == ("finished", 4, 4)
-    assert steps_of(runs.folder / "ranks") == [1, 2, 3, 4]
-    counts = assert_books_balance(runs.folder / "ranks")
+    folder = runs.folder / f"{kind}-ranks"
+    assert steps_of(folder) == [1, 2, 3, 4]
+    counts = assert_books_balance(folder)
     assert counts["trained"] == 16

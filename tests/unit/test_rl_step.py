@@ -279,7 +279,7 @@ def test_only_a_truncated_trajectory_has_a_value_beyond_its_end(folder):
     longer = lines[1].trajectory
     ids = np.append(longer.token_ids, 7).astype(np.int32)
     sequence = TrainSequence(ids, np.arange(len(ids)) == len(ids) - 1, 0)
-    (micro,) = critic._forward.micro_batches([sequence])
+    (micro,) = critic.forward.micro_batches([sequence])
     assert float(critic._values(micro).detach()) == pytest.approx(share.bootstraps[1])
 
 

@@ -1,0 +1,46 @@
+"""Every kind of train engine, on any number of ranks, is one and the same training.
+
+A kind plugs in with a line in LAYOUTS.
+"""
+
+import pytest
+
+from areal_ray.engines.train_config import FsdpConfig, TorchTrainConfig
+from tests.support.train_conformance import TIMEOUT_S, Layout, assert_same, run_layouts
+
+HOW = {"max_tokens_per_mb": 80, "collective_timeout_s": TIMEOUT_S}
+LAYOUTS = (
+    Layout("torch 1", TorchTrainConfig(**HOW)),
+    Layout("torch 2", TorchTrainConfig(**HOW), 2, resumes="torch 1"),
+    Layout("fsdp 1", FsdpConfig(**HOW), 1, resumes="torch 2"),
+    Layout("fsdp 2", FsdpConfig(**HOW), 2, resumes="torch 1"),
+    Layout("fsdp 4", FsdpConfig(**HOW), 4, resumes="fsdp 2"),
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_layouts(LAYOUTS, tmp_path_factory.mktemp("conformance"))
+
+
+@pytest.mark.parametrize("name", [layout.name for layout in LAYOUTS[1:]])
+def test_a_layout_trains_as_one_rank_that_holds_the_model(outcomes, name):
+    assert_same(outcomes[name], outcomes["torch 1"])
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "fsdp 4"])
+def test_a_sharded_rank_holds_its_part_of_all_models_and_moments(outcomes, name):
+    ranks = int(name[-1])
+    for scenario, outcome in outcomes[name].items():
+        for what in ("learner/parameter_bytes", "learner/optimizer_bytes"):
+            share = outcome.held[what] / outcomes["torch 1"][scenario].held[what]
+            assert 1 / ranks <= share < 1.1 / ranks, (scenario, what)
+
+
+def test_what_is_compared_moves(outcomes):
+    alone = outcomes["torch 1"]
+    for scenario, outcome in alone.items():
+        losses = [m["learner/loss"] for m in outcome.metrics]
+        assert len({round(loss, 6) for loss in losses}) == len(losses), scenario
+    assert [m["learner/updates"] for m in alone["rl"].metrics].count(2) >= 3
+    assert alone["ppo"].metrics[-1]["learner/value_loss"] > 0
