@@ -24,6 +24,7 @@ from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.core.journal import JournalPlace, read_group_bytes
 from areal_ray.core.trajectory import Group, decode_group
+from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.preference import PairEvaluation, PairTask
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import OfflineDistillationConfig, SftConfig, SftEvaluation
@@ -61,6 +62,8 @@ class LearnerSetup:
     sft: SftConfig | None = None
     pairs: PairTask | None = None
     distillation: OfflineDistillationConfig | None = None
+    lora: LoraSetup | None = None
+    """Adapters that train in place of all weights; None = all weights."""
     import_roots: tuple[str, ...] = ()
     seed: int = 0
 
