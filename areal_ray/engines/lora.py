@@ -4,10 +4,10 @@ Held by the train engine, alike on every rank. The tensors of a sharded model ar
 whoever shards it gathers them; nothing here asks other ranks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from areal_ray.engines.lora_weights import (
     write_adapter_weights,
 )
 from areal_ray.errors import DataError, EngineError
+
+T = TypeVar("T")
 
 _NAME = "default"
 """Of the one adapter, inside peft's layers."""
@@ -58,6 +60,9 @@ class Adapters:
             peft.inject_adapter_in_model(made, model, adapter_name=_NAME)
         if isinstance(head, nn.Linear):
             head.requires_grad_(True)
+        parameters = dict(model.named_parameters())
+        self._own_names = self._names(parameters)
+        self._shapes = {name: tuple(t.shape) for name, t in self.trained(parameters).items()}
         kind = peft.tuners.lora.LoraLayer
         self._lora_layers = [m for m in model.modules() if isinstance(m, kind)]
 
@@ -86,18 +91,22 @@ class Adapters:
             for layer, scale in zip(self._lora_layers, scales, strict=True):
                 layer.scaling[_NAME] = scale
 
-    def trained(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def trained(self, named: Mapping[str, T]) -> dict[str, T]:
         """What trains, by the names it travels under.
 
         Args:
-            named: Parameters of the model by its own names.
+            named: Parameters of the model by its own names, or what stands for them.
         """
+        return {plain: named[name] for plain, name in self._names(named).items()}
+
+    def _names(self, named: Iterable[str]) -> dict[str, str]:
+        """Name in files and on the wire -> name in the model, of all that trains."""
         found = {}
         for name in named:
             if _INSIDE in name:
-                found[name.replace(_INSIDE, ".")] = named[name]
+                found[name.replace(_INSIDE, ".")] = name
             elif self._has_head and name.startswith(f"{_HEAD}."):
-                found[name] = named[name]
+                found[name] = name
         return found
 
     def merged(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -113,11 +122,11 @@ class Adapters:
         """Write them into a folder of the checkpoint that peft and vLLM load.
 
         Args:
-            checkpoint: Its folder, which is there.
+            checkpoint: Its folder, made where it is missing.
             named: Parameters of the model by its own names.
         """
         folder = checkpoint / ADAPTER_FOLDER
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         targets = self._config.target_modules
         ends = sorted({name.rpartition(".")[2] for name in self._layers})
         self._peft_config(
@@ -129,28 +138,23 @@ class Adapters:
         ).save_pretrained(folder)
         write_adapter_weights(folder, self.trained(named))
 
-    def read(self, checkpoint: Path, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def read(self, checkpoint: Path) -> dict[str, Tensor]:
         """What `write` wrote, by the model's own names.
-
-        Args:
-            checkpoint: Its folder.
-            named: Parameters of the model by its own names; for their shapes alone.
 
         Raises:
             DataError: There are none, or they are of other layers or another rank.
         """
         saved = read_adapters(checkpoint)
-        own = {name.replace(_INSIDE, "."): name for name in named}
-        expected = {name: tuple(t.shape) for name, t in self.trained(named).items()}
         found = {name: tuple(t.shape) for name, t in saved.items()}
-        if found != expected:
-            name = min(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
+        wrong = [n for n in found.keys() | self._shapes if found.get(n) != self._shapes.get(n)]
+        if wrong:
+            name = min(wrong)
             raise DataError(
                 f"{checkpoint / ADAPTER_FOLDER}: {name} is {found.get(name, 'missing')}; must be "
-                f"{expected.get(name, 'no tensor')} under this recipe's model.lora. Resume with "
-                "the model.lora that the run began with."
+                f"{self._shapes.get(name, 'no tensor')} under this recipe's model.lora. Resume "
+                "with the model.lora that the run began with."
             )
-        return {own[name]: tensor for name, tensor in saved.items()}
+        return {self._own_names[name]: tensor for name, tensor in saved.items()}
 
 
 def _peft() -> Any:

@@ -56,7 +56,7 @@ class LearnerSetup:
     total_steps: int
     num_ranks: int = 1
     resume_from: str = ""
-    """Checkpoint folder; empty = start from `model_path` with a fresh optimizer."""
+    """Checkpoint folder, of which optimizer and adapters are restored; empty = a fresh start."""
     journal: str = ""
     """Folder of the run's journal."""
     sft: SftConfig | None = None
@@ -127,7 +127,7 @@ class LearnerActor:
             timeout_s=setup.config.engine.collective_timeout_s,
         )
         self._engine = TorchTrainEngine(
-            setup.resume_from or setup.model_path,
+            setup.model_path,
             setup.config,
             objective=setup.objective,
             temperature=setup.temperature,
@@ -136,6 +136,7 @@ class LearnerActor:
             companions=setup.companions,
             pairs=setup.pairs,
             distillation=setup.distillation,
+            lora=setup.lora,
         )
         if setup.resume_from:
             self._engine.load(Path(setup.resume_from))
