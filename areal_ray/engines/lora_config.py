@@ -59,6 +59,13 @@ class LoraConfig(Config):
         """What B A is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    @property
+    def described(self) -> str:
+        """What it is, on one line."""
+        targets = self.target_modules
+        named = targets if isinstance(targets, str) else ", ".join(targets)
+        return f"rank {self.rank}, scale {self.scale:g}, {named}"
+
     def adapted(self, layers: Iterable[str]) -> list[str]:
         """The layers that get adapters, in the order given.
 

@@ -158,3 +158,37 @@ def test_the_head_is_never_adapted(folders):
 def test_dropout_is_refused():
     with pytest.raises(ValidationError, match="must be 0, since with dropout"):
         LoraConfig(dropout=0.05)
+
+
+def test_given_tokens_are_scored_under_the_adapters_in_force(folders):
+    engine = engine_of(folders["qwen3"])
+    tensors = random_adapters(engine.weight_shapes(), seed=1)
+    engine.swap(tensors, 1, "keep")
+    ids = random_prompt(3, 30)
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    with torch.no_grad():
+        logits = peft_model(folders["qwen3"], RANK_4, tensors)(tokens[None]).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+    np.testing.assert_allclose(engine.score(ids), expected.numpy(), atol=1e-5)
+
+
+def test_a_version_of_smollm2_135m_is_a_twenty_seventh_of_its_weights_at_rank_16():
+    from transformers import LlamaConfig
+
+    from areal_ray.engines.lean_forward import LeanForward
+    from areal_ray.engines.lora_weights import adapted_layers, adapter_shapes, plain_layers
+
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    shapes = LeanForward(config, torch.float32, torch.device("cpu")).weight_shapes()
+    layers = adapted_layers(plain_layers(shapes), LoraConfig(rank=16))
+    own = adapter_shapes(layers, 16)
+    whole_bytes, own_bytes = (4 * sum(map(np.prod, s.values())) for s in (shapes, own))
+    assert (whole_bytes, own_bytes) == (538_060_032, 19_537_920)

@@ -38,6 +38,7 @@ def test_it_reads_back_the_same_and_has_peft_like_defaults(recipe):
     lora = recipe("model.lora.rslora=true").model.lora
     assert lora == LoraConfig(rank=4, rslora=True, target_modules=("q_proj", "mlp.up_proj"))
     assert (lora.alpha, lora.scale) == (32, 16.0)
+    assert lora.described == "rank 4, scale 16, q_proj, mlp.up_proj"
     assert LoraConfig(rank=16, alpha=8).scale == 0.5
     assert parse_recipe(recipe().to_yaml()).digest == recipe().digest
     assert recipe("model.lora={}").model.lora == LoraConfig(target_modules="all-linear")
