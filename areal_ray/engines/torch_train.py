@@ -31,7 +31,7 @@ from areal_ray.engines.row_forward import load_causal_model, placed_rows
 from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
 from areal_ray.engines.sft_loss import SftLoss
 from areal_ray.engines.sft_step import SftStep
-from areal_ray.engines.sharding import ShardedTensor
+from areal_ray.engines.sharding import ShardedTensor, persistent_tensors
 from areal_ray.engines.train_config import Companions, LearnerConfig
 from areal_ray.engines.train_kinds import sharding_for
 from areal_ray.engines.train_metrics import Progress
@@ -243,7 +243,9 @@ class TorchTrainEngine:
         if self._adapters is None:
             saved: Mapping[str, Tensor] = self._loaded(folder).state_dict()
             return saved
-        return {**self._placed.gathered(), **self._adapters.read(folder)}
+        # Ranks that hold the model whole read what they are given, the others rank 0 alone.
+        kept = self._placed.gathered() or persistent_tensors(self._model)
+        return {**kept, **self._adapters.read(folder)}
 
     def _reference(self, path: str, model_path: str) -> FrozenModel | None:
         if path == model_path and self._adapters is not None:  # no second copy of the weights
