@@ -11,6 +11,8 @@ from typing import Any
 from uuid import uuid4
 
 from areal_ray.core.journal import JOURNAL_FOLDER
+from areal_ray.core.seeds import derive_seed
+from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.preference import PairTask
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.engines.sft import OfflineDistillationConfig
@@ -129,6 +131,7 @@ class ActorGraph:
                 "model_path": self.begin.model_path,
                 "config": self.recipe.rollout,
                 "version": self.begin.version,
+                "lora": self._lora(),
                 "sync": self._spawned_name(PARAM_SYNC) if self.recipe.parts.trains else "",
                 "pinned": pinned,
             },
@@ -180,6 +183,7 @@ class ActorGraph:
             sft=recipe.sft,
             pairs=_pair_task(recipe),
             distillation=_distillation(recipe),
+            lora=self._lora(),
             import_roots=tuple(self.roots),
             seed=recipe.seed,
         )
@@ -188,6 +192,12 @@ class ActorGraph:
             LearnerActor,
             lambda index, name: {"name": name, "rank": index, "setup": setup},
         )
+
+    def _lora(self) -> LoraSetup | None:
+        config, seed = self.recipe.model.lora, derive_seed(self.recipe.seed, "lora")
+        if config is None:
+            return None
+        return LoraSetup(config=config, seed=seed, folder=self.begin.checkpoint)
 
     async def wait_until_loaded(self, learners: Fleet | None) -> None:
         """Every actor answers, the learner's ranks have met."""

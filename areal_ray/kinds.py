@@ -92,6 +92,8 @@ def section_problems(recipe: Any) -> Iterator[str]:
             yield f"{name}: is given; kind: {kind} has no use for it. Remove the section."
     if parts.trains and parts.loop != "train" and recipe.objective != type(recipe.objective)():
         yield f"objective: is given; kind: {kind} has no use for it. Remove the section."
+    if recipe.model.lora is not None and not parts.trains:
+        yield f"model.lora: is given; kind: {kind} trains nothing. Remove the section."
     if kind == "distill" and parts is not _OFFLINE:
         yield from _distill_problems(recipe)
     if kind == "sft" and recipe.sft is not None and recipe.sft.distillation is not None:

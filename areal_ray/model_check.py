@@ -5,8 +5,12 @@ What is found here would otherwise come out minutes later, in an actor.
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from areal_ray.engines.lora_config import LoraConfig, layers_in
+from areal_ray.errors import RecipeError
 
 _HEADER_BYTES = 8
 """A safetensors file begins with the length of its header."""
@@ -35,6 +39,38 @@ def checkpoint_problems(
     yield from (f"{where}: {problem}" for problem in _weight_problems(folder))
     if needs_tokenizer:
         yield from (f"{where}: {problem}" for problem in _tokenizer_problems(folder))
+
+
+def lora_problems(config: LoraConfig, folder: Path | None, package: str = "peft") -> Iterator[str]:
+    """What keeps adapters from being trained, one line each.
+
+    Args:
+        config: What the recipe says of them.
+        folder: One with a sound checkpoint; None where the model is not here yet.
+        package: What trains them.
+    """
+    if find_spec(package) is None:
+        yield (
+            f"model.lora: is given, and the package {package} is not installed. Install it: "
+            "pip install 'areal-ray[lora]'."
+        )
+    if folder is None:
+        return
+    try:
+        config.adapted(layers_in(_tensor_shapes(folder)))
+    except RecipeError as error:
+        yield str(error)
+
+
+def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """By name, from the headers of the checkpoint's files."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(_HEADER_BYTES), "little")
+            header = json.loads(opened.read(length))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
+    return shapes
 
 
 def _weight_problems(folder: Path) -> Iterator[str]:

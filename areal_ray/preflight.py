@@ -22,7 +22,7 @@ from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
-from areal_ray.model_check import checkpoint_problems, read_model_config
+from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
 from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
@@ -80,7 +80,7 @@ def check_files(recipe: Recipe) -> list[str]:
     checks: list[Callable[[], Iterable[str]]] = [
         lambda: _secret_problems(untyped_values(recipe)),
         lambda: _fileroot_problems(recipe),
-        lambda: _model_problems(recipe),
+        lambda: _model_and_adapter_problems(recipe),
         lambda: _companion_problems(recipe),
         lambda: _code_problems(recipe),
         lambda: _task_problems(recipe),
@@ -113,6 +113,15 @@ def _fileroot_problems(recipe: Recipe) -> Iterator[str]:
             f"cluster.fileroot: is {folder}; {above} cannot be written ({error.strerror}). "
             "Choose another folder."
         )
+
+
+def _model_and_adapter_problems(recipe: Recipe) -> Iterator[str]:
+    wrong = list(_model_problems(recipe))
+    yield from wrong
+    if recipe.model.lora is not None:
+        folder = Path(recipe.model_path)
+        is_read = not wrong and (folder / "config.json").is_file()
+        yield from lora_problems(recipe.model.lora, folder if is_read else None)
 
 
 def _model_problems(recipe: Recipe) -> Iterator[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from areal_ray.actors import StartPoint
 from areal_ray.checkpoint import Checkpoints
+from areal_ray.engines.lora_config import ADAPTER_FOLDER
 from areal_ray.errors import DataError, DeadlineExceeded, RecipeError
 from areal_ray.model_function import is_made, make_apart
 from areal_ray.recipe import Recipe, absolute_path, model_recipe
@@ -38,12 +39,25 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
     version = f", at version {state['version']}" if recipe.parts.has_versions else ""
     tell(f"resumes after step {state['step']}{version}")
     folder = str(found.checkpoint.folder.resolve())
+    _check_adapters(recipe, found.checkpoint.folder)
     return StartPoint(
-        folder,
+        # Adapters are all that a checkpoint of them holds: the model they belong to stays.
+        folder if recipe.model.lora is None else absolute_path(recipe.model_path),
         step=int(state["step"]),
         version=int(state["version"]),
         checkpoint=folder,
         state=state,
+    )
+
+
+def _check_adapters(recipe: Recipe, checkpoint: Path) -> None:
+    has_adapters = (checkpoint / ADAPTER_FOLDER).is_dir()
+    if has_adapters == (recipe.model.lora is not None):
+        return
+    one, other = ("adapters", "null") if has_adapters else ("all weights", "given")
+    raise DataError(
+        f"resume: {checkpoint} holds {one}, and model.lora is {other}; a run goes on as it began. "
+        "Leave model.lora as it was, or start a new run from the model that this one leaves"
     )
 
 

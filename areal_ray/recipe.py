@@ -351,6 +351,7 @@ def evaluation_of(recipe: Recipe, run: Path | None, overrides: Sequence[str] = (
     changes = []
     if recipe.kind != "eval":
         changes += ["kind=eval", "steps=0", "admission=null", "sft=null", "preference=null"]
+        changes.append("model.lora=null")  # of its base; a run's own model has the adapters in it
         changes.append(f"name={recipe.name}-eval")
     if run is not None:
         model = run / MODEL_FOLDER

@@ -337,6 +337,8 @@ def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:
 
 def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
     facts = {"model": begin.model_path, "seed": str(recipe.seed)}
+    if recipe.model.lora is not None:
+        facts["adapters"] = recipe.model.lora.described
     if recipe.parts.loop == "train" and recipe.admission is not None:
         admission = recipe.admission
         facts["step"] = f"{admission.groups_per_step} groups x {admission.n_samples} episodes"

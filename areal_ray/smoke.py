@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_ray.agents import sample_rows
+from areal_ray.engines.lora_config import ALL_LINEAR
 from areal_ray.engines.tiny_model import TEACHER_FOLDER
 from areal_ray.errors import RecipeError
 from areal_ray.recipe import REWARD_MODEL, Recipe, load_recipe, parse_recipe
@@ -119,6 +120,8 @@ def _models(recipe: Recipe) -> Changes:
         for name in ("reference", "critic")
         if getattr(recipe, name) is not None
     }
+    if recipe.model.lora is not None:  # layers may have other names in the model it was meant for
+        changes["model.lora.target_modules"] = ALL_LINEAR
     if recipe.teacher is not None:  # who is its own teacher learns nothing
         changes["teacher.path"] = f"{_MODEL}/{TEACHER_FOLDER}"
     reward = recipe.reward

@@ -41,6 +41,7 @@ HOMES = {
     "transformers": ("engines/", "gateway/template.py"),
     "vllm": ("engines/",),
     "deepspeed": ("engines/",),
+    "peft": ("engines/",),
     "fastapi": ("gateway/",),
     "uvicorn": ("gateway/",),
     "typer": ("cli.py",),

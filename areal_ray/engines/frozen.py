@@ -1,7 +1,9 @@
 """FrozenModel: a model that is asked for log-probs and never trained: reference and teacher."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,9 +18,22 @@ class FrozenModel:
     """Log-probs of trained tokens under fixed weights, with the train engine's row packing."""
 
     def __init__(
-        self, path: Path | str, config: TrainEngineConfig, sharding: Sharding, *, key: str
+        self, forward: RowForward, around: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Load it; it lies over the ranks as the policy does. Collective.
+        """Ask a model that is there.
+
+        Args:
+            forward: Its passes.
+            around: Entered around each: where the model is fixed only then.
+        """
+        self.forward = forward
+        self._around = around
+
+    @classmethod
+    def load(
+        cls, path: Path | str, config: TrainEngineConfig, sharding: Sharding, *, key: str
+    ) -> Self:
+        """One that lies over the ranks as the policy does. Collective.
 
         Args:
             path: Hugging Face folder or hub name.
@@ -29,16 +44,18 @@ class FrozenModel:
         plain = config.model_copy(update={"gradient_checkpointing": False})
         model = load_causal_model(path, plain, key=key, device=sharding.loads_to)
         model.requires_grad_(False)
-        self.forward = placed_rows(model, plain, sharding)
+        return cls(placed_rows(model, plain, sharding))
 
     def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> Tensor:
         """[N] of the sequences' trained tokens, end to end."""
-        return sequence_logprobs(self.forward, sequences, temperature)
+        with self._around():
+            return sequence_logprobs(self.forward, sequences, temperature)
 
     @torch.no_grad()
     def states(self, micro: MicroBatch) -> Tensor:
         """[N, ...] from which `RowForward.logits_of` makes logits; rows of one sequence each."""
-        return self.forward.states(micro)
+        with self._around():
+            return self.forward.states(micro)
 
     @torch.no_grad()
     def logits_of(self, states: Tensor) -> Tensor:

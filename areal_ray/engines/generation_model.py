@@ -12,6 +12,9 @@ from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.engines.cached_model import Forward
 from areal_ray.engines.lean_forward import LeanForward, why_not_lean
 from areal_ray.engines.logit_adjustments import why_bias_refused
+from areal_ray.engines.lora_config import LoraSetup
+from areal_ray.engines.lora_forward import LoraForward
+from areal_ray.engines.lora_weights import adapted_layers, plain_layers
 from areal_ray.engines.model_files import (
     check_tensors,
     load_config,
@@ -66,12 +69,20 @@ class GenerationModel:
         return ""
 
 
-def load_generation_model(path: str | Path, config: TorchGenerationConfig) -> GenerationModel:
+def load_generation_model(
+    path: str | Path, config: TorchGenerationConfig, lora: LoraSetup | None = None
+) -> GenerationModel:
     """Read a Hugging Face model folder.
+
+    Args:
+        path: The folder, or a hub name.
+        config: Forward, precision, place and window.
+        lora: Of the adapters that its weights change by; None = all weights change.
 
     Raises:
         DataError: The folder cannot be used.
         EngineError: The model is not one this engine can run.
+        RecipeError: It has no layers of the names in `lora`.
     """
     folder = model_folder(path)
     model_config = read_saved_config(folder) if config.forward != "hf" else None
@@ -85,7 +96,7 @@ def load_generation_model(path: str | Path, config: TorchGenerationConfig) -> Ge
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, model_config)
     return GenerationModel(
-        forward=_load_forward(folder, model_config, config.forward, dtype, device),
+        forward=_load_forward(_Source(folder, model_config, dtype, device), config.forward, lora),
         dtype=dtype,
         device=device,
         window_tokens=_window(config.max_context_tokens, model_config),
@@ -125,22 +136,42 @@ def _window(wanted: int, model_config: Any) -> int:
     return wanted or min(allowed, LARGEST_TOKENS)
 
 
-def _load_forward(
-    folder: Path, model_config: Any, which: str, dtype: torch.dtype, device: torch.device
-) -> Forward:
-    lacking = why_not_lean(model_config)
+@dataclass(frozen=True, slots=True)
+class _Source:
+    folder: Path
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _load_forward(source: _Source, which: str, lora: LoraSetup | None) -> Forward:
+    lacking = why_not_lean(source.config)
     if which == "lean" and lacking:
         raise EngineError(
             f"engine.forward: is lean, but the model has {lacking}, which that forward lacks. "
             "Set forward: auto."
         )
     if which == "hf" or lacking:
-        from areal_ray.engines.hf_forward import HfForward  # Transformers' models: seconds
-
-        return HfForward(folder, model_config, dtype, device)
-    forward = LeanForward(model_config, dtype, device)
-    tensors = load_tensors(folder, model_config)
+        return _load_hf(source, lora)
+    forward = LeanForward(source.config, source.dtype, source.device)
+    tensors = load_tensors(source.folder, source.config)
     check_tensors(forward.weight_shapes(), tensors)
     with torch.inference_mode():
         forward.install(forward.prepare(tensors))
-    return forward
+        if lora is None:
+            return forward
+        layers = adapted_layers(plain_layers(forward.weight_shapes()), lora.config)
+        return LoraForward(forward, tensors, layers, lora, source.device)
+
+
+def _load_hf(source: _Source, lora: LoraSetup | None) -> Forward:
+    from areal_ray.engines.hf_forward import HfForward  # Transformers' models: seconds
+
+    forward = HfForward(source.folder, source.config, source.dtype, source.device)
+    if lora is None:
+        return forward
+    layers = adapted_layers(forward.linear_layers(), lora.config)
+    loaded = forward.loaded_weights()
+    kept = {f"{name}.weight": loaded[f"{name}.weight"] for name in layers}
+    with torch.inference_mode():
+        return LoraForward(forward, kept, layers, lora, source.device)

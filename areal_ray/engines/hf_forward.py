@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from areal_ray.engines.kv_cache import CacheShape, KVCache
+from areal_ray.engines.lora_weights import LinearLayer, linear_layers
 from areal_ray.engines.token_block import TokenBlock
 from areal_ray.errors import EngineError
 
@@ -89,6 +90,14 @@ class HfForward:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every parameter, tied ones once."""
         return {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+
+    def linear_layers(self) -> dict[str, LinearLayer]:
+        """Every linear layer of the body."""
+        return linear_layers(self._model)
+
+    def loaded_weights(self) -> dict[str, torch.Tensor]:
+        """What was loaded; `install` puts other tensors in place and leaves these alone."""
+        return {name: p.detach() for name, p in self._model.named_parameters()}
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of checked tensors, in this engine's type and place."""

@@ -66,11 +66,23 @@ class Metered(Protocol):
     placed: Any
 
 
+class HasForward(Protocol):
+    """A model beside the policy."""
+
+    @property
+    def forward(self) -> Metered:
+        """Its passes."""
+
+
 class MemoryReport:
     """The metrics, over all models of a train engine."""
 
-    def __init__(self, forwards: Sequence[Metered], ranks: RankGroup) -> None:
-        """`forwards`: of each model."""
+    def __init__(
+        self, policy: Metered, beside: Sequence[HasForward | None], ranks: RankGroup
+    ) -> None:
+        """`beside`: the other models; one may be the policy itself without its adapters."""
+        others = [model.forward for model in beside if model is not None]
+        forwards = {id(forward): forward for forward in (policy, *others)}.values()
         self._placed = [f.placed for f in forwards if isinstance(f.placed, CountsBytes)]
         self._meters = [forward.meter for forward in forwards]
         self._ranks = ranks
@@ -83,7 +95,7 @@ class MemoryReport:
             "learner/optimizer_bytes": sum(state for _, state in held),
             "learner/activation_bytes": max(meter.most_bytes for meter in self._meters),
         }
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             numbers["learner/device_memory_bytes"] = torch.cuda.max_memory_allocated()
         largest = self._ranks.max_numbers([float(number) for number in numbers.values()])
         return replace(stats, metrics={**stats.metrics, **dict(zip(numbers, largest, strict=True))})

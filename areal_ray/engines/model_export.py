@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_ray.core.storage import refused, writing
+from areal_ray.engines.model_files import model_folder
 
+_GENERATION = "generation_config.json"
 _BESIDE_WEIGHTS = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
+    "*.model",
+    "*.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
-    "generation_config.json",
+    "additional_chat_templates/*",
+    "*processor_config.json",
+    _GENERATION,
 )
 
 
@@ -28,17 +34,22 @@ class ModelExtras:
     """
 
     files: dict[str, bytes]
-    source: str
-    """Hub name to load the tokenizer from where there is no folder; else empty."""
+    """By path inside the folder."""
 
     @classmethod
     def read(cls, source: Path | str) -> Self:
-        """From a folder; a hub name is looked up when exporting."""
+        """From a folder, or from the hub where `source` is a name there."""
         home = Path(source)
         if not home.is_dir():
-            return cls({}, str(source))
+            home = model_folder(source, files=_BESIDE_WEIGHTS)
         found = {file for pattern in _BESIDE_WEIGHTS for file in home.glob(pattern)}
-        return cls({file.name: file.read_bytes() for file in sorted(found) if file.is_file()}, "")
+        return cls(
+            {
+                file.relative_to(home).as_posix(): file.read_bytes()
+                for file in sorted(found)
+                if file.is_file()
+            }
+        )
 
     def export(self, model: Any, weights: Mapping[str, Any], folder: Path) -> None:
         """Save weights and config of a Hugging Face model with these files; makes the folder.
@@ -46,13 +57,26 @@ class ModelExtras:
         `weights`: its parameters and persistent buffers, tied ones once.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder, state_dict=dict(weights))
-        if self.source:
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(self.source).save_pretrained(folder)
+        with _not_saving_generation_config(model, is_kept=_GENERATION in self.files):
+            model.save_pretrained(folder, state_dict=dict(weights))
         for name, content in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
+
+
+@contextmanager
+def _not_saving_generation_config(model: Any, *, is_kept: bool) -> Iterator[None]:
+    """Transformers loads generation configs that it then refuses to save: those with a temperature
+    and without sampling, as of Llama 2. Where the file itself is kept, nothing needs saving."""
+    own = getattr(model, "generation_config", None)
+    if own is None or not is_kept:
+        yield
+        return
+    model.generation_config = type(own)()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @contextmanager

@@ -5,7 +5,7 @@ under the embedding's name.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
-def model_folder(path: str | Path, key: str = "model.path") -> Path:
+def model_folder(path: str | Path, key: str = "model.path", files: Sequence[str] = _WANTED) -> Path:
     """The local folder of a model: itself, or the hub's cached copy of a `name/model`.
 
     Args:
         path: Folder or hub name.
         key: Of the recipe, that names it.
+        files: Patterns of those that are needed of the hub's.
 
     Raises:
         DataError: Neither a folder with a config.json nor a model the hub can deliver.
@@ -40,7 +41,7 @@ def model_folder(path: str | Path, key: str = "model.path") -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=list(_WANTED)))
+        return Path(snapshot_download(str(path), allow_patterns=list(files)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise DataError(
             f"{key}: {str(path)!r} is not a local folder and the hub did not deliver it "

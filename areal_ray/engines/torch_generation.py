@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from areal_ray.engines.engine_loop import EngineLoop
 from areal_ray.engines.errands import Errand
 from areal_ray.engines.generation_model import load_generation_model
+from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
     EngineHealth,
@@ -42,15 +43,20 @@ class TorchGenerationEngine:
     """A `GenerationEngine` on torch; see `protocols.GenerationEngine` for the verbs."""
 
     def __init__(
-        self, model_path: str | Path, config: TorchGenerationConfig, *, version: int = 0
+        self,
+        model_path: str | Path,
+        config: TorchGenerationConfig,
+        *,
+        version: int = 0,
+        lora: LoraSetup | None = None,
     ) -> None:
-        """Load a model; `version` is what its weights are stamped with.
+        """Load a model of version `version`; with `lora`, later ones are adapters of it.
 
         Raises:
             DataError: The model folder cannot be used.
             EngineError: The model is not one this engine can run.
         """
-        self._model = load_generation_model(model_path, config)
+        self._model = load_generation_model(model_path, config, lora)
         self._batch = RunningBatch(self._model, config)
         self._batch.version = version
         self._loop = EngineLoop(config.num_threads)

@@ -17,6 +17,8 @@ from areal_ray.core.trajectory import Group
 from areal_ray.engines.critic import Critic
 from areal_ray.engines.frozen import FrozenModel
 from areal_ray.engines.judge import Judge
+from areal_ray.engines.lora import Adapters
+from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.memory_report import MemoryReport
 from areal_ray.engines.model_export import ModelExtras, saving
 from areal_ray.engines.optimizer import learning_rate
@@ -30,7 +32,7 @@ from areal_ray.engines.row_forward import load_causal_model, placed_rows
 from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
 from areal_ray.engines.sft_loss import SftLoss
 from areal_ray.engines.sft_step import SftStep
-from areal_ray.engines.sharding import ShardedTensor
+from areal_ray.engines.sharding import ShardedTensor, persistent_tensors
 from areal_ray.engines.train_config import Companions, LearnerConfig
 from areal_ray.engines.train_kinds import sharding_for
 from areal_ray.engines.train_metrics import Progress
@@ -54,6 +56,7 @@ class TorchTrainEngine:
         companions: Companions | None = None,
         pairs: PairTask | None = None,
         distillation: OfflineDistillationConfig | None = None,
+        lora: LoraSetup | None = None,
     ) -> None:
         """Load the model; rank 0's weights are taken by all. Collective.
 
@@ -67,6 +70,7 @@ class TorchTrainEngine:
             companions: Reference, teacher and critic, as far as the objective needs them.
             pairs: What `pair_step` learns, and whether the model is a reward model.
             distillation: How `sft_step` learns from the teacher; None = from the answers alone.
+            lora: Adapters that train in place of all weights; None = all weights.
         """
         torch.set_num_threads(learner.engine.num_threads)
         self._extras = ModelExtras.read(model_path)
@@ -76,28 +80,23 @@ class TorchTrainEngine:
         self._sharding = sharding_for(learner.engine, self._ranks)
         self._load = load_score_model if pairs and pairs.is_scored else load_causal_model
         self._model = self._loaded(model_path)
+        self._adapters = None if lora is None else Adapters(self._model, lora)
         self._forward = placed_rows(self._model, learner.engine, self._sharding, learner.optimizer)
         self._placed = self._forward.placed
         self._steps_taken = 0
         objective = objective or ObjectiveConfig()
         beside = companions or Companions()
         self._critic = self._load_critic(beside)
-        reference = self._load_frozen(beside.reference_path, "reference.path")
+        reference = self._reference(beside.reference_path, str(model_path))
         teacher = self._load_frozen(beside.teacher_path, "teacher.path")
-        forwards = [m.forward for m in (self._critic, reference, teacher) if m is not None]
-        self._memory = MemoryReport([self._forward, *forwards], self._ranks)
+        self._memory = MemoryReport(self._forward, [self._critic, reference, teacher], self._ranks)
         self._pairs = None if pairs is None else self._pair_step(pairs, reference)
         loss = SftLoss(self._forward, teacher, distillation)
         self._sft = SftStep(self._forward, loss, self._ranks)
         judge = Judge(
-            objective,
-            self._forward,
-            temperature=temperature or 1.0,
-            reference=reference,
-            teacher=teacher,
-            critic=self._critic,
-            ranks=self._ranks,
-        )
+            objective, self._forward, temperature=temperature or 1.0, reference=reference,
+            teacher=teacher, critic=self._critic, ranks=self._ranks,
+        )  # fmt: skip
         self._rl = RlStep(self._forward, objective, judge, temperature or 1.0, self._ranks)
 
     @property
@@ -158,9 +157,11 @@ class TorchTrainEngine:
     def weights(self) -> Mapping[str, Tensor | ShardedTensor]:
         """The parameters by Hugging Face name, tied ones once; valid until the next step.
 
-        Where they are sharded, rank 0 reads them while the other ranks `serve_weights`.
+        With adapters these alone, under names as `x.q_proj.lora_A.weight`. Where they are sharded,
+        rank 0 reads them while the other ranks `serve_weights`.
         """
-        return self._placed.weights()
+        weights = self._placed.weights()
+        return weights if self._adapters is None else self._adapters.trained(weights)
 
     @property
     def is_sharded(self) -> bool:
@@ -176,15 +177,24 @@ class TorchTrainEngine:
         self._placed.release()
 
     def export(self, folder: Path) -> None:
-        """Write what AutoModelForCausalLM and AutoTokenizer load; rank 0 writes."""
-        weights = self._placed.gathered()
+        """Write what AutoModelForCausalLM and AutoTokenizer load; rank 0 writes.
+
+        Adapters are merged, and lie in a folder inside as well, for peft and vLLM.
+        """
+        weights: Mapping[str, Tensor] = self._placed.gathered()
         if self._ranks.rank == 0:
             with saving(folder):
+                if self._adapters is not None:
+                    self._adapters.write(folder, weights)
+                    weights = self._adapters.merged(weights)
                 self._extras.export(self._model, weights, folder)
         self._ranks.barrier()
 
     def save(self, folder: Path) -> None:
-        """`export`, and beside it what `load` needs to go on exactly."""
+        """A Hugging Face checkpoint, and beside it what `load` needs to go on exactly.
+
+        Of a model with adapters these alone: the model itself does not change.
+        """
         weights = self._placed.gathered()
         state = {
             "steps_taken": self._steps_taken,
@@ -194,7 +204,10 @@ class TorchTrainEngine:
         critic = None if self._critic is None else self._critic.state()
         if self._ranks.rank == 0:
             with saving(folder):
-                self._extras.export(self._model, weights, folder)
+                if self._adapters is None:
+                    self._extras.export(self._model, weights, folder)
+                else:
+                    self._adapters.write(folder, weights)
                 torch.save(state, folder / _STATE_FILE)
                 if critic is not None:
                     Critic.write(critic, folder)
@@ -209,7 +222,7 @@ class TorchTrainEngine:
         file = folder / _STATE_FILE
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=self.is_sharded)
-            self._placed.take(self._loaded(folder).state_dict())
+            self._placed.take(self._saved(folder))
             self._placed.load_state_dict(state["optimizer"])
         except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
             raise DataError(
@@ -225,10 +238,24 @@ class TorchTrainEngine:
         """Leave the other ranks."""
         self._ranks.close()
 
+    def _saved(self, folder: Path) -> Mapping[str, Tensor]:
+        """The weights of a checkpoint, by the model's names."""
+        if self._adapters is None:
+            saved: Mapping[str, Tensor] = self._loaded(folder).state_dict()
+            return saved
+        # Ranks that hold the model whole read what they are given, the others rank 0 alone.
+        kept = self._placed.gathered() or persistent_tensors(self._model)
+        return {**kept, **self._adapters.read(folder)}
+
+    def _reference(self, path: str, model_path: str) -> FrozenModel | None:
+        if path == model_path and self._adapters is not None:  # no second copy of the weights
+            return FrozenModel(self._forward, self._adapters.set_aside)
+        return self._load_frozen(path, "reference.path")
+
     def _load_frozen(self, path: str, key: str) -> FrozenModel | None:
         if not path:
             return None
-        return FrozenModel(path, self._learner.engine, self._sharding, key=key)
+        return FrozenModel.load(path, self._learner.engine, self._sharding, key=key)
 
     def _pair_step(self, pairs: PairTask, reference: FrozenModel | None) -> PairStep:
         loss: PairLoss

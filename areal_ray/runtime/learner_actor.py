@@ -24,6 +24,7 @@ from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.core.journal import JournalPlace, read_group_bytes
 from areal_ray.core.trajectory import Group, decode_group
+from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.preference import PairEvaluation, PairTask
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import OfflineDistillationConfig, SftConfig, SftEvaluation
@@ -59,12 +60,14 @@ class LearnerSetup:
     total_steps: int
     num_ranks: int = 1
     resume_from: str = ""
-    """Checkpoint folder; empty = start from `model_path` with a fresh optimizer."""
+    """Checkpoint folder, of which optimizer and adapters are restored; empty = a fresh start."""
     journal: str = ""
     """Folder of the run's journal."""
     sft: SftConfig | None = None
     pairs: PairTask | None = None
     distillation: OfflineDistillationConfig | None = None
+    lora: LoraSetup | None = None
+    """Adapters that train in place of all weights; None = all weights."""
     import_roots: tuple[str, ...] = ()
     seed: int = 0
 
@@ -128,7 +131,7 @@ class LearnerActor:
             timeout_s=setup.config.engine.collective_timeout_s,
         )
         self._engine = TorchTrainEngine(
-            setup.resume_from or setup.model_path,
+            setup.model_path,
             setup.config,
             objective=setup.objective,
             temperature=setup.temperature,
@@ -137,6 +140,7 @@ class LearnerActor:
             companions=setup.companions,
             pairs=setup.pairs,
             distillation=setup.distillation,
+            lora=setup.lora,
         )
         if setup.resume_from:
             self._engine.load(Path(setup.resume_from))

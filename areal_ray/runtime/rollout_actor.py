@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from areal_ray.core.buckets import BucketPlan
+from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.protocols import (
     EngineHealth,
     GenerationChunk,
@@ -51,11 +52,13 @@ class RolloutHealth:
     engine: EngineHealth
 
 
-def build_engine(model_path: str, config: RolloutConfig, *, version: int) -> GenerationEngine:
+def build_engine(
+    model_path: str, config: RolloutConfig, *, version: int, lora: LoraSetup | None = None
+) -> GenerationEngine:
     """The engine that `rollout.engine.kind` names; each is imported only where it is used."""
     from areal_ray.engines.torch_generation import TorchGenerationEngine
 
-    return TorchGenerationEngine(Path(model_path), config.engine, version=version)
+    return TorchGenerationEngine(Path(model_path), config.engine, version=version, lora=lora)
 
 
 def _fetched(reference: Any, what: str) -> Any:
@@ -77,6 +80,7 @@ class RolloutActor:
         config: RolloutConfig,
         *,
         version: int,
+        lora: LoraSetup | None = None,
         sync: str = "",
         pinned: bool = False,
     ) -> None:
@@ -86,14 +90,15 @@ class RolloutActor:
             name: For messages.
             model_path: Hugging Face checkpoint folder of `version`.
             config: Engine, sampling and update policy.
-            version: Version of the weights at `model_path`.
+            version: Version of the weights at `model_path`, with the adapters of `lora` if any.
+            lora: Of the adapters that versions consist of; None = of all weights.
             sync: Name of the ParamSyncActor; empty for an engine that serves alone.
             pinned: Serve `version` until told otherwise: no catching up by itself.
         """
         self._name = name
         self._policy = config.on_weight_update
         self._incarnation = uuid4().hex[:12]
-        self._engine = build_engine(model_path, config, version=version)
+        self._engine = build_engine(model_path, config, version=version, lora=lora)
         from areal_ray.runtime.weight_receiver import WeightReceiver  # imports torch
 
         self._receiver = WeightReceiver(self._engine.weight_shapes())

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from areal_ray.agents.task_stream import TasksConfig
 from areal_ray.core.config import Config
+from areal_ray.engines.lora_config import LoraConfig
 from areal_ray.engines.protocols import SamplingConfig
 
 
@@ -24,6 +25,9 @@ class ModelConfig(Config):
     create: str | None = None
     """Makes the model where the folder of `path` is missing: a recipe (a .yaml file) whose run
     leaves it there, or a `package.module:function` called with (folder, seed)."""
+    lora: LoraConfig | None = None
+    """Adapters that train in place of all weights, and alone travel to the rollouts; null = all
+    weights train."""
 
     @property
     def is_created_by_recipe(self) -> bool:

@@ -22,6 +22,7 @@ OBJECTIVES = {
     "gspo": ["objective.kind=gspo"],
     "icepop": ["objective.kind=icepop"],
     "kpop": ["objective.kind=kpop"],
+    "adapters": ["model.lora={rank: 8}", "learner.optimizer.lr=0.003"],
 }
 TRAIN_ENGINES = {"fsdp": ["learner.engine.kind=fsdp", "learner.ranks=2"]}
 RECIPES_CLIP = ["objective.eps_clip=null", "objective.eps_clip_higher=null"]

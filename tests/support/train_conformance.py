@@ -19,6 +19,8 @@ import torch
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import GaeConfig, KlConfig
 from areal_ray.algorithms.packing import GroupSize, plan_step
+from areal_ray.engines.lora_config import ADAPTER_FOLDER, LoraConfig, LoraSetup
+from areal_ray.engines.lora_weights import read_adapters
 from areal_ray.engines.preference import PairTask, PreferenceConfig, PreferencePair
 from areal_ray.engines.process_group import RankGroup, Rendezvous
 from areal_ray.engines.sft import OfflineDistillationConfig, SftExample
@@ -228,6 +230,8 @@ class _Stage:
         outcome = Outcome(kept, {}, self._read(engine), evaluation, held)
         if self.ranks.rank == 0:
             outcome.weights = load_file(export / "model.safetensors")
+            if (export / ADAPTER_FOLDER).is_dir():
+                outcome.weights |= read_adapters(export)
         self.ranks.barrier()
         return outcome
 
@@ -290,6 +294,29 @@ def _ppo(stage: _Stage) -> Outcome:
     return stage.ended(engine, metrics)
 
 
+def _lora(stage: _Stage) -> Outcome:
+    """Adapters, near the model itself; the last steps resume from another layout's save."""
+    kl = KlConfig(kl_ctl=0.1, estimator="k2", where="loss")
+    how = {**_adapters(stage), "objective": ObjectiveConfig(kind="grpo", kl=kl)}
+    engine, shares, metrics = stage.engine(**how), stage.shares(2), []
+    for step in range(SAVED_AFTER):
+        metrics.append(engine.train_step(shares[step], step).metrics)
+    engine.save(stage.folder / stage.layout.name / "adapters")
+    engine = stage.engine(**how)
+    engine.load(stage.folder / (stage.layout.resumes or stage.layout.name) / "adapters")
+    for step in range(SAVED_AFTER, NUM_STEPS):
+        metrics.append(engine.train_step(shares[step], step).metrics)
+    return stage.ended(engine, metrics)
+
+
+def _adapters(stage: _Stage) -> dict[str, Any]:
+    own = "other" if stage.ranks.rank else "model"
+    return {
+        "lora": LoraSetup(config=LoraConfig(rank=4), seed=3),
+        "companions": Companions(reference_path=str(stage.folder / own)),
+    }
+
+
 def _sft(stage: _Stage) -> Outcome:
     """Given answers, untied embeddings, a last look at other ones."""
     engine = stage.engine("untied")
@@ -308,12 +335,10 @@ def _distill(stage: _Stage) -> Outcome:
     return stage.ended(engine, metrics)
 
 
-def _pairs(stage: _Stage, is_scored: bool) -> Outcome:
+def _pairs(stage: _Stage, is_scored: bool, **how: Any) -> Outcome:
     config = PreferenceConfig(source="m:f", steps=NUM_STEPS, batch_size=3)
-    engine = stage.engine(
-        companions=Companions(reference_path=str(stage.folder / "model")),
-        pairs=PairTask(config, is_scored),
-    )
+    beside = Companions(reference_path=str(stage.folder / "model"))
+    engine = stage.engine(**{"companions": beside, "pairs": PairTask(config, is_scored), **how})
     metrics = [engine.pair_step(stage.pairs(step)).metrics for step in range(NUM_STEPS)]
     seen = engine.evaluate_pairs(stage.pairs(NUM_STEPS))
     return stage.ended(engine, metrics, seen.loss, seen.accuracy, seen.margin)
@@ -326,4 +351,7 @@ SCENARIOS: dict[str, Callable[[_Stage], Outcome]] = {
     "distill": _distill,
     "dpo": lambda stage: _pairs(stage, False),
     "reward_model": lambda stage: _pairs(stage, True),
+    "lora": _lora,
+    "lora dpo": lambda stage: _pairs(stage, False, **_adapters(stage)),
+    "lora reward_model": lambda stage: _pairs(stage, True, **_adapters(stage)),
 }
