@@ -182,7 +182,7 @@ def test_the_reference_is_the_model_with_its_adapters_set_aside(folder, tmp_path
     objective = ObjectiveConfig(kind="grpo", kl={"kl_ctl": 0.1, "estimator": "k2", "where": "loss"})
     once = engine_of(folder, objective=objective, companions=reference(folder))
     twice = engine_of(folder, objective=objective, companions=reference(copied))
-    assert once._rl._judge._reference._forward is once._forward
+    assert once._rl._judge._reference.forward is once._forward
     for seed in range(3):
         metrics = [e.train_step([groups(seed=seed)], 0).metrics for e in (once, twice)]
         assert metrics[0]["learner/kl_reference_nats"] == pytest.approx(
