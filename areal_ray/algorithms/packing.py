@@ -145,6 +145,8 @@ class MicroBatch:
     """[N]"""
     num_tokens: int
     """Inputs that are not padding."""
+    row_starts: NDArray[np.int32] | None = None
+    """[R + 1] where rows lie end to end in one, their starts and the end; else None."""
 
     @classmethod
     def empty(cls) -> Self:
@@ -270,6 +272,39 @@ def pack_rows(rows: Iterable[Row], *, max_tokens: int) -> list[MicroBatch]:
         batches.append(_collate(ordered[start:end]))
         end = start
     return batches[::-1]
+
+
+def join_rows(rows: Iterable[Row], *, max_tokens: int) -> list[MicroBatch]:
+    """Plain rows end to end without padding, at most `max_tokens` in a micro-batch.
+
+    A row longer than that is a micro-batch of its own. Longest first, into the first that has room.
+    """
+    parts: list[list[Row]] = []
+    sizes: list[int] = []
+    for row in sorted(rows, key=lambda r: -len(r.token_ids)):
+        length = len(row.token_ids)
+        place = next((i for i, size in enumerate(sizes) if size + length <= max_tokens), None)
+        if place is None:
+            parts.append([row])
+            sizes.append(length)
+        else:
+            parts[place].append(row)
+            sizes[place] += length
+    return [_joined(part) for part in parts]
+
+
+def _joined(rows: Sequence[Row]) -> MicroBatch:
+    starts = np.cumsum([0, *(len(row.token_ids) for row in rows)])
+    return MicroBatch(
+        np.concatenate([row.token_ids for row in rows])[None].astype(np.int64),
+        np.concatenate([row.position_ids for row in rows])[None].astype(np.int64),
+        None,
+        np.concatenate([row.sources + start for row, start in zip(rows, starts, strict=False)]),
+        np.concatenate([row.targets for row in rows]),
+        np.concatenate([row.origins for row in rows]),
+        int(starts[-1]),
+        starts.astype(np.int32),
+    )
 
 
 def _collate(rows: Sequence[Row]) -> MicroBatch:

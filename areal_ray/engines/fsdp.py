@@ -31,6 +31,7 @@ from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.sharding import PlacedModel, ShardedTensor, check_source, persistent_tensors
 from areal_ray.engines.tensor_parts import Extent, PartedTensor, PartGroup
 from areal_ray.engines.train_config import FsdpConfig, OptimizerConfig
+from areal_ray.errors import EngineError
 
 T = TypeVar("T")
 
@@ -56,6 +57,10 @@ class Fsdp:
 
     def place(self, module: nn.Module, optimizer: OptimizerConfig | None = None) -> PlacedModel:
         """See `Sharding`."""
+        if optimizer is not None and optimizer.name != "adamw":
+            raise EngineError(
+                f"optimizer.name: is {optimizer.name} with learner.engine.kind fsdp; must be adamw."
+            )
         root = _Pass(module)
         for part in (*_decoder_layers(module), root):
             self._materialise(part)

@@ -30,7 +30,7 @@ class ActivationMeter:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.most_bytes = 0
         self._largest_tokens = 0
-        self._device = device
+        self.device = device
         shapes = [tuple(p.shape) for p in module.parameters()]
         self._parameter_shapes = {*shapes, *(shape[::-1] for shape in shapes)}
 
@@ -41,7 +41,7 @@ class ActivationMeter:
             yield
             return
         self._largest_tokens = num_tokens
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             before = torch.cuda.memory_allocated()
             yield
             self.most_bytes = max(self.most_bytes, torch.cuda.memory_allocated() - before)
@@ -95,7 +95,7 @@ class MemoryReport:
             "learner/optimizer_bytes": sum(state for _, state in held),
             "learner/activation_bytes": max(meter.most_bytes for meter in self._meters),
         }
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._meters[0].device.type == "cuda":
             numbers["learner/device_memory_bytes"] = torch.cuda.max_memory_allocated()
         largest = self._ranks.max_numbers([float(number) for number in numbers.values()])
         return replace(stats, metrics={**stats.metrics, **dict(zip(numbers, largest, strict=True))})

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.train_config import OptimizerConfig
+from areal_ray.errors import EngineError
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
@@ -53,13 +54,7 @@ class GuardedOptimizer:
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=all(p.device.type in ("cpu", "cuda") for p in self._parameters),
-        )
+        self._adamw = _torch_optimizer([group for group in groups if group["params"]], config)
 
     def zero_grad(self) -> None:
         """Forget the gradient; its memory is kept."""
@@ -125,3 +120,31 @@ class GuardedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; rates come from the schedule, not from the state."""
         self._adamw.load_state_dict(state)
+
+
+def _torch_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """What `name` says.
+
+    Raises:
+        EngineError: Its package is missing, or cannot work where the parameters are.
+    """
+    how = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    devices = {p.device.type for group in groups for p in group["params"]}
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **how, fused=devices <= {"cpu", "cuda"})
+    if devices != {"cuda"}:
+        raise EngineError(
+            f"optimizer.name: is {config.name} with parameters on {', '.join(sorted(devices))}; "
+            "must be adamw there."
+        )
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise EngineError(
+            f"optimizer.name: {config.name} needs the package bitsandbytes ({error}). Install "
+            "areal-ray[adamw-8bit], or use adamw."
+        ) from error
+    found: torch.optim.Optimizer = AdamW8bit(groups, **how)
+    return found

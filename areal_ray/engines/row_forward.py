@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from areal_ray.algorithms.packing import (
     TrainSequence,
     attention_allowed,
     build_rows,
+    join_rows,
     pack_rows,
 )
 from areal_ray.engines.memory_report import ActivationMeter
@@ -66,7 +68,8 @@ def load_model(
 
     disable_progress_bar()  # a bar for each rank would tear the run's own display
     weights = torch.float64 if config.dtype == "float64" else torch.float32
-    how = {"dtype": weights, "attn_implementation": "sdpa"}
+    attention = "flash_attention_2" if uses_flash(config) else "sdpa"
+    how = {"dtype": weights, "attn_implementation": attention}
     try:
         if device == "meta":
             model: Any = _without_weights(kind, path, how, fields)
@@ -87,6 +90,26 @@ def load_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     return model.to(device or config.device)
+
+
+def uses_flash(config: TrainEngineConfig) -> bool:
+    """Whether passes go through flash-attn's kernels for sequences of various lengths.
+
+    Raises:
+        EngineError: It was asked for and is not there.
+    """
+    if config.attention == "sdpa" or (config.device, config.dtype) != ("cuda", "bfloat16"):
+        return False
+    from transformers.utils import is_flash_attn_2_available
+
+    if is_flash_attn_2_available():
+        return True
+    if config.attention == "flash":
+        raise EngineError(
+            "learner.engine.attention: is flash, and flash-attn is not there or not for this GPU; "
+            "must be sdpa or auto then. Install areal-ray[flash-attn], or change it."
+        )
+    return False
 
 
 def _without_weights(kind: Any, path: Path | str, how: Any, fields: Any) -> Any:
@@ -113,6 +136,9 @@ class ModelTraits:
         """Of a model that has weights; neither is true of one without."""
         if model.device.type == "meta":
             return cls(False, False)
+        if model.config._attn_implementation == "flash_attention_2":
+            with torch.autocast("cuda", torch.bfloat16):
+                return cls(_head_is_all(model), False)
         return cls(_head_is_all(model), _rows_match(model))
 
 
@@ -161,6 +187,7 @@ class RowForward:
         self._body = model.base_model
         self._head = model.get_output_embeddings()
         self._has_plain_head = traits.has_plain_head
+        self._uses_flash = uses_flash(config)
         text = model.config.get_text_config()
         self._window = text.sliding_window if getattr(text, "sliding_window", None) else None
         self._can_share = config.share_prefixes and traits.reads_shared_rows
@@ -190,7 +217,8 @@ class RowForward:
             share_prefixes=self.shares_prefixes(longest),
             pair_cost=self._pair_cost,
         )
-        found = pack_rows(rows, max_tokens=budget)
+        pack = join_rows if self._uses_flash else pack_rows
+        found = pack(rows, max_tokens=budget)
         num_passes = self.placed.num_passes(len(found))
         return [*found, *(MicroBatch.empty() for _ in range(num_passes - len(found)))]
 
@@ -273,6 +301,13 @@ class RowForward:
         if batch.segment_ids is not None:
             inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(device)
             inputs["attention_mask"] = self._mask(batch)
+        if batch.row_starts is not None:
+            inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(device)
+            if self._uses_flash:
+                starts = torch.from_numpy(batch.row_starts).to(device)
+                longest = int(np.diff(batch.row_starts).max())
+                inputs |= {f"cu_seq_lens_{side}": starts for side in "qk"}
+                inputs |= {f"max_length_{side}": longest for side in "qk"}
         return inputs
 
     def _mask(self, batch: MicroBatch) -> Tensor:

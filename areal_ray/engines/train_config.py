@@ -11,6 +11,9 @@ from areal_ray.core.config import Config
 class OptimizerConfig(Config):
     """AdamW, its schedule and gradient clipping."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw: torch's, fused. adamw_8bit: moments in 8 bits (bitsandbytes), for
+    learner.engine.kind torch with device cuda."""
     lr: float = Field(1e-5, gt=0.0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -51,6 +54,9 @@ class TrainEngineConfig(Config):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     share_prefixes: bool = True
     """Compute the prompt that a group's episodes have in common once."""
+    attention: Literal["auto", "sdpa", "flash"] = "auto"
+    """flash: sequences end to end without padding (flash-attn, on cuda in bfloat16); shared
+    prompts are then computed for each. sdpa: rows side by side. auto: flash where it can run."""
     collective_timeout_s: float = Field(600.0, gt=0.0)
     """How long a rank waits for the others in one exchange."""
 
@@ -60,6 +66,11 @@ class TrainEngineConfig(Config):
             raise ValueError(
                 "gradient_checkpointing: is true with dtype 'float64', which is for checking "
                 "small models; must be false. Change either."
+            )
+        if self.attention == "flash" and (self.device, self.dtype) != ("cuda", "bfloat16"):
+            raise ValueError(
+                f"attention: is flash with device {self.device} and dtype {self.dtype}; must be "
+                "sdpa or auto there. Use it with device cuda and dtype bfloat16."
             )
         return self
 
@@ -121,6 +132,16 @@ class LearnerConfig(Config):
     """CPUs that Ray reserves for each rank."""
     num_gpus: float = Field(0.0, ge=0.0)
     """GPUs that Ray reserves for each rank."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kind, device = self.engine.kind, self.engine.device
+        if self.optimizer.name == "adamw_8bit" and (kind, device) != ("torch", "cuda"):
+            raise ValueError(
+                f"optimizer.name: is adamw_8bit with engine.kind {kind} and device {device}; must "
+                "be adamw there. Use it with kind torch on device cuda."
+            )
+        return self
 
 
 class CriticConfig(Config):

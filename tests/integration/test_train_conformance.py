@@ -4,28 +4,46 @@ A kind plugs in with a line in LAYOUTS.
 """
 
 import pytest
+import torch
 
 from areal_ray.engines.train_config import FsdpConfig, TorchTrainConfig
 from tests.support.train_conformance import TIMEOUT_S, Layout, assert_same, run_layouts
 
 HOW = {"max_tokens_per_mb": 80, "collective_timeout_s": TIMEOUT_S}
+HALF = Layout("fsdp 2, bfloat16", FsdpConfig(dtype="bfloat16", **HOW), 2, scenarios=("ppo", "sft"))
 LAYOUTS = (
     Layout("torch 1", TorchTrainConfig(**HOW)),
     Layout("torch 2", TorchTrainConfig(**HOW), 2, resumes="torch 1"),
     Layout("fsdp 1", FsdpConfig(**HOW), 1, resumes="torch 2"),
     Layout("fsdp 2", FsdpConfig(**HOW), 2, resumes="torch 1"),
+    Layout(
+        "fsdp 2, checkpointing",
+        FsdpConfig(gradient_checkpointing=True, reshard_after_forward=False, **HOW),
+        2,
+        scenarios=("ppo", "sft"),
+    ),
     Layout("fsdp 4", FsdpConfig(**HOW), 4, resumes="fsdp 2"),
 )
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_layouts(LAYOUTS, tmp_path_factory.mktemp("conformance"))
+    return run_layouts((*LAYOUTS, HALF), tmp_path_factory.mktemp("conformance"))
 
 
 @pytest.mark.parametrize("name", [layout.name for layout in LAYOUTS[1:]])
 def test_a_layout_trains_as_one_rank_that_holds_the_model(outcomes, name):
     assert_same(outcomes[name], outcomes["torch 1"])
+
+
+def test_bfloat16_comes_near_it(outcomes):
+    for scenario, outcome in outcomes[HALF.name].items():
+        expected = outcomes["torch 1"][scenario]
+        for one, other in zip(outcome.metrics, expected.metrics, strict=True):
+            assert one["learner/loss"] == pytest.approx(other["learner/loss"], rel=0.05, abs=0.02)
+        for name, tensor in outcome.weights.items():
+            assert tensor.dtype == torch.float32
+            torch.testing.assert_close(tensor, expected.weights[name], atol=4e-3, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["fsdp 2", "fsdp 4"])

@@ -9,6 +9,8 @@ from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import LearnerConfig, TorchTrainConfig
 from tests.support.tiny_models import write_tiny_model
 
+NAMES = ("parameter", "optimizer", "activation")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -19,9 +21,7 @@ def _told(folder, num_tokens, **engine):
     trainer = TorchTrainEngine(folder, LearnerConfig(engine=TorchTrainConfig(**engine)))
     example = SftExample(np.arange(4, 4 + num_tokens, dtype=np.int32), np.ones(num_tokens, bool))
     metrics = trainer.sft_step([example]).metrics
-    return trainer, {
-        n: metrics[f"learner/{n}_bytes"] for n in ("parameter", "optimizer", "activation")
-    }
+    return trainer, {n: metrics[f"learner/{n}_bytes"] for n in NAMES}
 
 
 def test_parameters_and_moments_are_counted_to_the_byte(folder):

@@ -7,6 +7,7 @@ import torch
 
 from areal_ray.engines.optimizer import GuardedOptimizer, learning_rate
 from areal_ray.engines.train_config import OptimizerConfig
+from areal_ray.errors import EngineError
 
 
 def _rates(steps, total, **fields):
@@ -66,6 +67,19 @@ def test_the_first_step_of_adam_is_the_learning_rate():
     parameter, _, optimizer = _one([0.3, -0.2], weight_decay=0.0)
     optimizer.update(0.125)
     assert parameter.tolist()[0] == pytest.approx([0.875, 2.125], rel=1e-5)
+
+
+def test_an_optimizer_that_cannot_work_here_says_so():
+    with pytest.raises(EngineError, match="adamw_8bit with parameters on cpu; must be adamw"):
+        _one([1.0, 1.0], name="adamw_8bit")
+
+
+def test_a_part_of_a_gradient_is_clipped_by_the_norm_of_the_whole():
+    (whole, _, together), (part, _, alone) = (_one([3.0, 4.0]) for _ in range(2))
+    part.grad = torch.tensor([[3.0, 0.0]])
+    together.update(0.1)
+    assert alone.update(0.1, grad_norm=5.0).grad_norm == 5.0
+    assert float(part.grad[0, 0]) == pytest.approx(float(whole.grad[0, 0]))
 
 
 def test_a_flat_gradient_is_read_and_written_back_whole():

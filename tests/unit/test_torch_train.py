@@ -9,7 +9,7 @@ import torch
 
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import NormConfig
-from areal_ray.algorithms.packing import TrainSequence
+from areal_ray.algorithms.packing import TrainSequence, build_rows, join_rows
 from areal_ray.core.trajectory import Group
 from areal_ray.engines.reward_model import RewardModelScore
 from areal_ray.engines.row_forward import RowForward, load_causal_model
@@ -80,6 +80,27 @@ def test_shared_rows_give_each_token_the_log_prob_of_the_model_itself(family, tm
             at = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
             expected.append(table[at - 1, ids[at]])
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
+def test_sequences_end_to_end_in_one_row_do_not_see_each_other(family, tmp_path):
+    write_tiny_model(tmp_path, family)
+    config = TorchTrainConfig(share_prefixes=False)
+    forward = RowForward(load_causal_model(tmp_path, config), config)
+    trajectories = [t for group in _groups(2) for t in group.trajectories]
+    sequences = [TrainSequence(t.token_ids, t.loss_mask, 0) for t in trajectories]
+    rows = build_rows(sequences, max_tokens=80, share_prefixes=False)
+    batches = join_rows(rows, max_tokens=80)
+    assert 1 < len(batches) < len(rows)
+    assert sum(b.token_ids.size for b in batches) == sum(len(r.token_ids) for r in rows)
+    assert all(b.token_ids.size <= 80 for b in batches)
+    joined, padded = (torch.zeros(sum(s.num_trained for s in sequences)) for _ in range(2))
+    with torch.no_grad():
+        for found, cut in ((joined, batches), (padded, forward.micro_batches(sequences))):
+            for batch in cut:
+                found[torch.from_numpy(batch.origins)] = forward(batch, 1.0).logprobs
+    assert joined.all()
+    torch.testing.assert_close(joined, padded, atol=1e-5, rtol=0)
 
 
 def test_logits_that_a_family_scales_after_its_head_are_taken_whole(tmp_path):
