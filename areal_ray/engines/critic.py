@@ -170,7 +170,7 @@ class Critic:
     def _values(self, micro: MicroBatch) -> Tensor:
         """[N] in the micro-batch's own order."""
         values: Tensor = self._head(self.forward.hidden(micro).to(self._head.weight.dtype))
-        return values[:, 0]
+        return values[:, 0].to(self.forward.new_column(0))  # from bfloat16 where the head is so
 
     def _places(self, micro: MicroBatch) -> Tensor:
         return torch.from_numpy(micro.origins).to(self.forward.device)

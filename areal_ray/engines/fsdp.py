@@ -156,7 +156,8 @@ class FsdpModel:
 
     def run(self, compute: Callable[..., T], *arguments: Any) -> T:
         """See `PlacedModel`."""
-        return cast(T, cast(nn.Module, self._root)(compute, *arguments))
+        with self._ranks.exchanging("forward pass"):
+            return cast(T, cast(nn.Module, self._root)(compute, *arguments))
 
     def num_passes(self, own: int) -> int:
         """The largest number of any rank."""
@@ -164,7 +165,8 @@ class FsdpModel:
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """See `PlacedModel`; each pass adds to this rank's parts."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self._ranks.exchanging("backward pass"):
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self, rate: float) -> UpdateStats:
         """See `PlacedModel`."""

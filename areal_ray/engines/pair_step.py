@@ -109,6 +109,7 @@ class ScoreLoss:
         """See `PairLoss`."""
         hidden = torch.cat([self._forward.hidden(micro) for micro in micro_batches])
         scores: Tensor = self._head(hidden.to(next(self._head.parameters()).dtype))[:, 0]
+        scores = scores.to(self._forward.new_column(0))
         at = _places(micro_batches, scores)
         ordered = torch.zeros_like(scores).index_copy(0, at, scores)
         better, worse = ordered[::_ANSWERS], ordered[1::_ANSWERS]

@@ -6,7 +6,8 @@ One rank needs no network: everything here is then the identity.
 """
 
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -150,6 +151,21 @@ class RankGroup:
         if self.size > 1:
             self.guarded("barrier", dist.barrier)
 
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """Around work in which libraries make exchanges of their own.
+
+        Raises:
+            EngineError: One of them failed; any other error is left as it is.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            is_exchange = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if not is_exchange:
+                raise
+            raise self._broken(what, error) from error
+
     def close(self) -> None:
         """Leave the group."""
         if self._is_joined and dist.is_initialized():
@@ -177,8 +193,10 @@ class RankGroup:
         try:
             call()
         except (RuntimeError, ValueError) as error:
-            raise EngineError(
-                f"learner rank {self.rank} of {self.size}: the {what} over ranks failed: "
-                f"{error}. Another rank has died or is stuck; the run must resume from its "
-                "last checkpoint."
-            ) from error
+            raise self._broken(what, error) from error
+
+    def _broken(self, what: str, error: Exception) -> EngineError:
+        return EngineError(
+            f"learner rank {self.rank} of {self.size}: the {what} over ranks failed: {error}. "
+            "Another rank has died or is stuck; the run must resume from its last checkpoint."
+        )

@@ -10,7 +10,12 @@ from areal_ray.engines.train_config import FsdpConfig, TorchTrainConfig
 from tests.support.train_conformance import TIMEOUT_S, Layout, assert_same, run_layouts
 
 HOW = {"max_tokens_per_mb": 80, "collective_timeout_s": TIMEOUT_S}
-HALF = Layout("fsdp 2, bfloat16", FsdpConfig(dtype="bfloat16", **HOW), 2, scenarios=("ppo", "sft"))
+HALF = Layout(
+    "fsdp 2, bfloat16",
+    FsdpConfig(dtype="bfloat16", **HOW),
+    2,
+    scenarios=("ppo", "sft", "reward_model"),
+)
 LAYOUTS = (
     Layout("torch 1", TorchTrainConfig(**HOW)),
     Layout("torch 2", TorchTrainConfig(**HOW), 2, resumes="torch 1"),

@@ -140,6 +140,15 @@ def write_models(folder: Path) -> None:
     write_tiny_model(folder / "other", seed=99)
 
 
+def examples_of(step: int) -> list[SftExample]:
+    """The five conversations of a step."""
+    rng = np.random.default_rng(100 + step)
+    lengths = rng.integers(6, 40, 5)
+    return [
+        SftExample(rng.integers(4, 300, n).astype(np.int32), np.arange(n) >= 3) for n in lengths
+    ]
+
+
 def _work(rank: int, layouts: Sequence[Layout], places: Sequence[str], folder: Path) -> None:
     torch.set_num_threads(1)
     for layout, place in zip(layouts, places, strict=True):
@@ -196,13 +205,8 @@ class _Stage:
         return found
 
     def examples(self, step: int) -> list[SftExample]:
-        """Five, of which the last of four ranks has one."""
-        rng = np.random.default_rng(100 + step)
-        lengths = rng.integers(6, 40, 5)
-        every = [
-            SftExample(rng.integers(4, 300, n).astype(np.int32), np.arange(n) >= 3) for n in lengths
-        ]
-        return every[self.ranks.rank :: self.ranks.size]
+        """Five over the ranks, of which the last of four has one."""
+        return examples_of(step)[self.ranks.rank :: self.ranks.size]
 
     def pairs(self, step: int) -> list[PreferencePair]:
         """Three, of which the last of four ranks has none."""
