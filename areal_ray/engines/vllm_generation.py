@@ -21,7 +21,7 @@ process's death), for its end on close (10 s).
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +34,10 @@ from areal_ray.engines.event_loop import EventLoopThread
 from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
     EngineHealth,
-    GenerationChunk,
     GenerationRequest,
     GenerationResult,
+    OnChunks,
+    OnResults,
     OnWeightUpdate,
 )
 from areal_ray.engines.row_table import failed_result
@@ -71,29 +72,24 @@ class VllmGenerationEngine:
         self._model = read_served_model(model_path, config.max_context_tokens)
         self._on_one_gpu = config.tensor_parallel == 1
         self._version = version
-        self._is_paused = False
         self._is_closed = False
         self._failure: Exception | None = None
         self._idle_for_swap_s = 0.0
-        # One of pause, resume, swap, score, sleep and wake at a time.
-        self._verb = asyncio.Lock()
         self._thread = EventLoopThread(_NAME)
         try:
             self._llm = self._thread.ask(start_vllm(self._model, config, version))
             from areal_ray.engines.vllm_serving import TurnService  # imports vllm
+            from areal_ray.engines.vllm_standstill import Standstill
 
             self._turns = TurnService(self._llm, self._model, version)
+            self._standstill = Standstill(self._llm, self._turns)
         except BaseException:
             self._thread.stop(_LOOK_S)
             raise
 
     # -- the verbs ------------------------------------------------------------------------------
 
-    def start(
-        self,
-        on_results: Callable[[list[GenerationResult]], None],
-        on_chunks: Callable[[list[GenerationChunk]], None] | None = None,
-    ) -> None:
+    def start(self, on_results: OnResults, on_chunks: OnChunks | None = None) -> None:
         """Begin serving; both are called on the event loop's thread, once for each of its steps."""
         self._turns.start(on_results, on_chunks)
 
@@ -124,16 +120,16 @@ class VllmGenerationEngine:
         Called from `on_results` it returns at once and takes effect a step later.
         """
         if self._thread.is_current:
-            self._thread.tell(self._pause)
+            self._thread.tell(self._standstill.pause)
         else:
-            self._ask(self._pause())
+            self._ask(self._standstill.pause())
 
     def resume(self) -> None:
         """Go on after `pause`."""
         if self._thread.is_current:
-            self._thread.tell(self._resume)
+            self._thread.tell(self._standstill.resume)
         else:
-            self._ask(self._resume())
+            self._ask(self._standstill.resume())
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of each tensor `swap` expects; a tied head appears once."""
@@ -161,8 +157,11 @@ class VllmGenerationEngine:
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """[T-1] log-probs at temperature 1 of all tokens but the first, by the weights in force.
 
+        Where the engine is paused, vLLM goes on for the few steps that this takes, turns under way
+        with it: it cannot compute one thing alone. Where it sleeps, it is woken for that long.
+
         Raises:
-            EngineError: The tokens do not fit the window, or the engine is paused or over.
+            EngineError: The ids are none of the model's, none at all or more than its window.
         """
         self._raise_if_over()
         return self._ask(self._score(np.asarray(token_ids, dtype=np.int32)))
@@ -172,11 +171,11 @@ class VllmGenerationEngine:
 
         vLLM on the CPU keeps its memory; a paused engine uses no CPU either way.
         """
-        self._ask(self._sleep())
+        self._ask(self._standstill.sleep())
 
     def wake(self) -> None:
         """After `sleep`, before `resume`."""
-        self._ask(self._wake())
+        self._ask(self._standstill.wake())
 
     def health(self) -> EngineHealth:
         """What it is doing now.
@@ -225,22 +224,11 @@ class VllmGenerationEngine:
                 raise EngineError(_DEAD)
         return task.result()
 
-    async def _pause(self) -> None:
-        async with self._verb:
-            self._is_paused = True
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-            self._turns.set_paused(True)
-
-    async def _resume(self) -> None:
-        async with self._verb:
-            self._is_paused = False
-            self._turns.set_paused(False)
-            await self._llm.resume_generation()
-
     async def _swap(self, note: WeightNote, version: int, policy: OnWeightUpdate) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as Update
 
-        async with self._verb:
+        begin = 0.0
+        async with self._standstill.held_for_weights():
             await self._llm.start_weight_update()
             await self._llm.update_weights(Update({"note": asdict(note)}))
             begin = time.perf_counter()
@@ -258,34 +246,16 @@ class VllmGenerationEngine:
                 await self._turns.end(_ABORT_DEADLINE_S)
                 raise EngineError(f"{_NAME}: version {version}: {error}") from error
             self._version = version
-            if not self._is_paused:
-                self._turns.set_paused(False)
-                await self._llm.resume_generation()
-            idle_s = time.perf_counter() - begin
-            self._idle_for_swap_s += idle_s
-            return idle_s
+        idle_s = time.perf_counter() - begin
+        self._idle_for_swap_s += idle_s
+        return idle_s
 
     async def _score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        why = self._model.why_prompt_refused(token_ids)
-        async with self._verb:
-            if self._is_paused:
-                why = "it is paused, and vLLM computes nothing then. Call resume first."
-            if why:
-                raise EngineError(f"{_NAME}: score: {why}")
+        why = self._model.why_ids_refused(token_ids, self._model.window_tokens)
+        if why:
+            raise EngineError(f"{_NAME}: score: {why}")
+        async with self._standstill.running():
             return await self._turns.score(token_ids)
-
-    async def _sleep(self) -> None:
-        async with self._verb:
-            if not self._is_paused:
-                raise EngineError(f"{_NAME}: sleep: it is running. Call pause first.")
-            if self._llm.vllm_config.model_config.enable_sleep_mode:
-                await self._llm.sleep(level=1, mode="keep")
-
-    async def _wake(self) -> None:
-        async with self._verb:
-            if self._llm.vllm_config.model_config.enable_sleep_mode:
-                await self._llm.wake_up()  # and resumes, which is for `resume` to do
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def _close(self) -> None:
         if not self._llm.errored:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -10,18 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.inputs.engine import tokens_input
 
-from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
+from areal_ray.engines.protocols import (
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    OnChunks,
+    OnResults,
+)
 from areal_ray.engines.row_table import aborted_result, failed_result
 from areal_ray.engines.vllm_model import ServedModel
 from areal_ray.engines.vllm_turns import (
     Turn,
-    prompt_logprobs,
     sampling_params,
+    scored_logprobs,
     scoring_params,
 )
-
-OnResults = Callable[[list[GenerationResult]], None]
-OnChunks = Callable[[list[GenerationChunk]], None]
 
 
 class TurnService:
@@ -94,11 +97,14 @@ class TurnService:
         self._flush()
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """[T-1] log-probs at temperature 1 of all tokens but the first."""
-        prompt = tokens_input(token_ids.tolist())
-        outputs = await self._llm.add_request(f"score-{uuid4().hex}", prompt, scoring_params())
-        output = await outputs.get()
-        return prompt_logprobs(output.prompt_logprobs, token_ids)
+        """[T-1] log-probs at temperature 1 of all tokens [T] but the first."""
+        if len(token_ids) == 1:
+            return np.empty(0, np.float32)
+        # The last one is forced, so that a prompt may fill the window.
+        prompt, last = tokens_input(token_ids[:-1].tolist()), int(token_ids[-1])
+        name = f"score-{uuid4().hex}"
+        outputs = await self._llm.add_request(name, prompt, scoring_params(last))
+        return scored_logprobs(await outputs.get(), token_ids)
 
     def release(self) -> None:
         """Let go of vLLM, after `end`."""
@@ -152,6 +158,9 @@ class TurnService:
             output = outputs.get_nowait() or await outputs.get()
             completion = output.outputs[0]
             chunk = turn.take(completion)
+            if turn.is_broken:
+                await self._llm.abort(outputs.request_id, internal=True)
+                return turn.result(completion)
             if chunk is not None and turn.is_streamed:
                 self._chunks.append(chunk)
                 self._flush_soon()

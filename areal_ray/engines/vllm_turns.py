@@ -33,6 +33,8 @@ class Turn:
     is_aborted: bool = False
     begins_anew: bool = False
     """The weights changed before its first token: it is handed over again."""
+    is_broken: bool = False
+    """It has a log-prob that is not finite."""
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     """What was told so far, piece by piece."""
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
@@ -53,14 +55,13 @@ class Turn:
         assert len(logprobs) == count, "vLLM told another number of log-probs than of tokens"
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
+        self.is_broken |= not np.isfinite(logprobs).all()
         versions = _token_versions(self._version_starts(completion), first, first + count)
         return GenerationChunk(self.request.request_id, token_ids, logprobs, versions)
 
     def result(self, completion: Any) -> GenerationResult:
         """The turn that ended with this completion, whole."""
         name, reason = self.request.request_id, completion.finish_reason
-        if reason not in _REASONS:
-            return failed_result(name, f"vLLM ended it with {reason!r}.")
         token_ids = np.concatenate([np.empty(0, np.int32), *self.token_ids])
         logprobs = np.concatenate([np.empty(0, np.float32), *self.logprobs])
         versions = _token_versions(self._version_starts(completion), 0, len(token_ids))
@@ -69,6 +70,8 @@ class Turn:
         broken = np.flatnonzero(~np.isfinite(logprobs))
         if len(broken):
             return failed_result(name, _NOT_FINITE.format(broken[0], versions[broken[0]]))
+        if reason not in _REASONS:
+            return failed_result(name, f"vLLM ended it with {reason!r}.")
         return GenerationResult(name, token_ids, logprobs, versions, _REASONS[reason])
 
     def _version_starts(self, completion: Any) -> list[tuple[str, int]]:
@@ -103,11 +106,13 @@ def sampling_params(turn: Turn, stop_ids: Sequence[int], window_tokens: int) -> 
     )
 
 
-def scoring_params() -> SamplingParams:
-    """How vLLM is to tell the log-prob of each token of a prompt."""
+def scoring_params(last: int) -> SamplingParams:
+    """How vLLM is to tell the log-prob of each token of a prompt, and of one after it."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=1,
+        allowed_token_ids=[last],  # which leaves the log-prob that is told as it is
+        logprobs=0,
         prompt_logprobs=0,
         flat_logprobs=True,
         ignore_eos=True,
@@ -116,12 +121,14 @@ def scoring_params() -> SamplingParams:
     )
 
 
-def prompt_logprobs(logprobs: Any, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-    """[T-1] log-probs of all tokens but the first."""
+def scored_logprobs(output: Any, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """[T-1] of what came back for `scoring_params` and the first T-1 of these tokens [T]."""
+    logprobs, completion = output.prompt_logprobs, output.outputs[0]
     first = np.asarray(logprobs.start_indices[1:], dtype=np.int64)  # the first has no entry
-    told = np.asarray(logprobs.token_ids, dtype=np.int32)[first]
-    assert (told == token_ids[1:]).all(), "vLLM told other tokens than the prompt's"
-    return np.asarray(logprobs.logprobs, dtype=np.float32)[first]
+    told = [*np.asarray(logprobs.token_ids, dtype=np.int64)[first], *completion.token_ids]
+    assert told == token_ids[1:].tolist(), "vLLM told other tokens than those asked for"
+    before = np.asarray(logprobs.logprobs, dtype=np.float32)[first]
+    return np.concatenate([before, _sampled_logprobs(completion.logprobs)])
 
 
 def _sampled_logprobs(logprobs: Any) -> NDArray[np.float32]:
