@@ -53,7 +53,7 @@ BROAD_EXCEPTS = {
     "agents/episode.py": "the agent",
     "rewards/worker.py": "the reward",
     "engines/engine_loop.py": "the loop's end: every turn it held comes back with the cause",
-    "engines/vllm_generation.py": "vLLM while it loads weights: the engine is over, with the cause",
+    "engines/vllm_generation.py": "vLLM, which raises what it likes: told as ours, with the cause",
     "engines/vllm_serving.py": "vLLM, which raises what it likes: the turn comes back with it",
     "preflight.py": "code that a recipe names",
     "model_function.py": "the function of model.create",

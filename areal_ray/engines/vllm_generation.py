@@ -45,7 +45,7 @@ from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
 from areal_ray.engines.vllm_model import read_served_model
 from areal_ray.engines.vllm_start import start_vllm
 from areal_ray.engines.vllm_weights import WeightNote, shared_weights
-from areal_ray.errors import EngineError
+from areal_ray.errors import ArealRayError, EngineError
 
 T = TypeVar("T")
 
@@ -222,7 +222,13 @@ class VllmGenerationEngine:
             if not task.done() and (self._llm is None or self._llm.errored):
                 task.cancel()
                 raise EngineError(_DEAD)
-        return task.result()
+        try:
+            return task.result()
+        except ArealRayError:
+            raise
+        except Exception as error:
+            is_dead = self._llm is None or self._llm.errored
+            raise EngineError(_DEAD if is_dead else f"{_NAME}: {error}") from error
 
     async def _swap(self, note: WeightNote, version: int, policy: OnWeightUpdate) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as Update

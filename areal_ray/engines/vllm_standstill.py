@@ -46,10 +46,11 @@ class Standstill:
             self._is_asleep = True
 
     async def wake(self) -> None:
-        """Take the memory again; still paused."""
+        """Take the memory again; still paused. Turns under way compute their keys anew."""
         async with self._verb:
             if self._is_asleep:
                 await self._take_again()
+                await self._stop(forget_keys=True)
             self._is_asleep = False
 
     @asynccontextmanager
@@ -74,8 +75,8 @@ class Standstill:
             if self._is_paused:
                 await self._stop()
 
-    async def _stop(self) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+    async def _stop(self, *, forget_keys: bool = False) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=forget_keys)
         self._turns.set_paused(True)
 
     async def _go(self) -> None:

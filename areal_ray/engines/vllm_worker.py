@@ -4,6 +4,7 @@ vLLM imports this module by its name, before it makes its worker. Nothing else s
 """
 
 import ctypes
+import logging
 import multiprocessing
 import signal
 from dataclasses import dataclass, field
@@ -160,5 +161,7 @@ def _end_with_parent() -> None:
 
 
 _end_with_parent()
+# It says at every update that position tables were not in it, which no checkpoint has.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StagedTransferEngine)
