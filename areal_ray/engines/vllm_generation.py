@@ -22,7 +22,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_ray.engines.event_loop import EventLoopThread
+from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
     EngineHealth,
@@ -42,9 +42,15 @@ from areal_ray.engines.protocols import (
 )
 from areal_ray.engines.row_table import failed_result
 from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
+from areal_ray.engines.vllm_lora import VllmAdapters
 from areal_ray.engines.vllm_model import read_served_model
 from areal_ray.engines.vllm_start import start_vllm
-from areal_ray.engines.vllm_weights import WeightNote, shared_weights
+from areal_ray.engines.vllm_weights import (
+    WeightNote,
+    finish_update,
+    open_update,
+    shared_weights,
+)
 from areal_ray.errors import ArealRayError, EngineError
 
 T = TypeVar("T")
@@ -61,9 +67,14 @@ class VllmGenerationEngine:
     """A `GenerationEngine` on vLLM; see `protocols.GenerationEngine` for the verbs."""
 
     def __init__(
-        self, model_path: str | Path, config: VllmGenerationConfig, *, version: int = 0
+        self,
+        model_path: str | Path,
+        config: VllmGenerationConfig,
+        *,
+        version: int = 0,
+        lora: LoraSetup | None = None,
     ) -> None:
-        """Start vLLM on a model; `version` is what its weights are labelled with.
+        """Start vLLM on a model of version `version`; with `lora`, later ones are adapters of it.
 
         Raises:
             DataError: The model folder cannot be used.
@@ -77,11 +88,13 @@ class VllmGenerationEngine:
         self._idle_for_swap_s = 0.0
         self._thread = EventLoopThread(_NAME)
         try:
-            self._llm = self._thread.ask(start_vllm(self._model, config, version))
+            self._adapters = None if lora is None else VllmAdapters(self._model.layers, lora)
+            starting = start_vllm(self._model, config, version, self._adapters)
+            self._llm = self._thread.ask(starting)
             from areal_ray.engines.vllm_serving import TurnService  # imports vllm
             from areal_ray.engines.vllm_standstill import Standstill
 
-            self._turns = TurnService(self._llm, self._model, version)
+            self._turns = TurnService(self._llm, self._model, version, self._adapters)
             self._standstill = Standstill(self._llm, self._turns)
         except BaseException:
             self._thread.stop(_LOOK_S)
@@ -133,7 +146,7 @@ class VllmGenerationEngine:
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of each tensor `swap` expects; a tied head appears once."""
-        return self._model.weight_shapes
+        return self._model.weight_shapes if self._adapters is None else self._adapters.shapes
 
     def swap(
         self, tensors: Mapping[str, torch.Tensor], version: int, policy: OnWeightUpdate
@@ -151,6 +164,9 @@ class VllmGenerationEngine:
         """
         check_tensors(self.weight_shapes(), tensors)
         self._raise_if_over()
+        if self._adapters is not None:
+            self._adapters.write(tensors, version)
+            return self._ask(self._swap(None, version, policy))
         with torch.inference_mode(), shared_weights(tensors, on_one_gpu=self._on_one_gpu) as note:
             return self._ask(self._swap(note, version, policy))
 
@@ -230,13 +246,11 @@ class VllmGenerationEngine:
             is_dead = self._llm is None or self._llm.errored
             raise EngineError(_DEAD if is_dead else f"{_NAME}: {error}") from error
 
-    async def _swap(self, note: WeightNote, version: int, policy: OnWeightUpdate) -> float:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as Update
-
+    async def _swap(self, note: WeightNote | None, version: int, policy: OnWeightUpdate) -> float:
         begin = 0.0
         async with self._standstill.held_for_weights():
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(Update({"note": asdict(note)}))
+            if note is not None:
+                await open_update(self._llm, note)
             begin = time.perf_counter()
             mode = "wait" if policy == "drain" else "keep"
             await self._llm.pause_generation(mode=mode, clear_cache=policy != "keep")
@@ -245,8 +259,10 @@ class VllmGenerationEngine:
             try:
                 self._turns.cache_version = version
                 await self._turns.begin_unstarted_anew()
-                await self._llm.update_weights(Update({"note": {}}))
-                await self._llm.finish_weight_update(weight_version=str(version))
+                if self._adapters is not None:
+                    await self._adapters.load(self._llm, version)
+                else:
+                    await finish_update(self._llm, version)
             except Exception as error:  # it may have loaded by half: it must not sample again
                 self._failure = error
                 await self._turns.end(_ABORT_DEADLINE_S)
@@ -269,6 +285,8 @@ class VllmGenerationEngine:
         llm, self._llm = self._llm, None
         self._turns.release()
         await asyncio.to_thread(llm.shutdown, timeout=_LOOK_S)
+        if self._adapters is not None:
+            self._adapters.close()
         self._thread.loop.call_soon(self._thread.loop.stop)
 
     def _raise_if_over(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.engines.logit_adjustments import why_bias_refused
+from areal_ray.engines.lora_weights import LinearLayer, linear_layers
 from areal_ray.engines.model_files import load_config, model_folder, stop_token_ids
 from areal_ray.engines.protocols import GenerationRequest
 from areal_ray.engines.request_limits import context_window, why_ids_refused
@@ -29,6 +30,8 @@ class ServedModel:
     stop_ids: tuple[int, ...]
     weight_shapes: Mapping[str, tuple[int, ...]]
     """As the train engine names them: of the Transformers model class, tied ones once."""
+    layers: Mapping[str, LinearLayer]
+    """Those that can have an adapter."""
     stored_dtype: str
     has_tokenizer: bool
 
@@ -67,22 +70,23 @@ def read_served_model(path: str | Path, max_context_tokens: int) -> ServedModel:
             f"model.path: {folder} holds a {config.model_type} model, which is not a plain "
             "decoder; it must be a text-only causal language model. Use another model."
         )
+    empty = _empty_model(config)
     stored = getattr(config, "dtype", None) or "bfloat16"
     return ServedModel(
         folder=folder,
         window_tokens=context_window(max_context_tokens, config),
         vocab_size=int(config.vocab_size),
         stop_ids=stop_token_ids(folder),
-        weight_shapes=_weight_shapes(config),
+        weight_shapes={name: tuple(p.shape) for name, p in empty.named_parameters()},
+        layers=linear_layers(empty),
         stored_dtype=str(stored).removeprefix("torch."),
         has_tokenizer=any((folder / name).is_file() for name in _TOKENIZERS),
     )
 
 
-def _weight_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def _empty_model(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):  # shapes without memory
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+        return AutoModelForCausalLM.from_config(config)

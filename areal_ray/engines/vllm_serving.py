@@ -18,6 +18,7 @@ from areal_ray.engines.protocols import (
     OnResults,
 )
 from areal_ray.engines.row_table import aborted_result, failed_result
+from areal_ray.engines.vllm_lora import VllmAdapters
 from areal_ray.engines.vllm_model import ServedModel
 from areal_ray.engines.vllm_turns import (
     Turn,
@@ -30,9 +31,12 @@ from areal_ray.engines.vllm_turns import (
 class TurnService:
     """Serves turns; every method but `counts` and `busy_s` is called on the event loop."""
 
-    def __init__(self, llm: Any, model: ServedModel, version: int) -> None:
+    def __init__(
+        self, llm: Any, model: ServedModel, version: int, adapters: VllmAdapters | None = None
+    ) -> None:
         self.cache_version = version
         """Of the weights whose keys and values turns that begin now may share."""
+        self._adapters = adapters
         self._llm = llm
         self._model = model
         self._turns: dict[str, Turn] = {}
@@ -103,7 +107,7 @@ class TurnService:
         # The last one is forced, so that a prompt may fill the window.
         prompt, last = tokens_input(token_ids[:-1].tolist()), int(token_ids[-1])
         name = f"score-{uuid4().hex}"
-        outputs = await self._llm.add_request(name, prompt, scoring_params(last))
+        outputs = await self._handed(name, prompt, scoring_params(last))
         return scored_logprobs(await outputs.get(), token_ids)
 
     def release(self) -> None:
@@ -148,7 +152,7 @@ class TurnService:
         version = self.cache_version
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"v{version}")
         params = sampling_params(turn, self._model.stop_ids, self._model.window_tokens)
-        outputs = await self._llm.add_request(request.request_id, prompt, params)
+        outputs = await self._handed(request.request_id, prompt, params)
         turn.internal_id = outputs.request_id
         turn.state = self._llm.output_processor.request_states.get(outputs.request_id)
         if turn.is_aborted or self.cache_version != version:  # while it was handed over
@@ -168,6 +172,10 @@ class TurnService:
                 is_over = turn.is_aborted or not turn.begins_anew
                 turn.internal_id, turn.state = "", None
                 return turn.result(completion) if is_over else None
+
+    async def _handed(self, name: str, prompt: Any, params: Any) -> Any:
+        adapter = None if self._adapters is None else self._adapters.request
+        return await self._llm.add_request(name, prompt, params, lora_request=adapter)
 
     def _report(self, result: GenerationResult) -> None:
         self._finished.append(result)

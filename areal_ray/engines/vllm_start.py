@@ -6,6 +6,7 @@ from typing import Any
 from areal_ray.engines.vllm_arguments import SERIES, engine_arguments, vllm_problems
 from areal_ray.engines.vllm_environment import environment, start_variables
 from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
+from areal_ray.engines.vllm_lora import VllmAdapters
 from areal_ray.engines.vllm_model import ServedModel
 from areal_ray.errors import EngineError
 
@@ -22,8 +23,13 @@ _RAISED_AT_START = (
 )
 
 
-async def start_vllm(model: ServedModel, config: VllmGenerationConfig, version: int) -> Any:
-    """A running `AsyncLLM` on this event loop, its weights labelled `version`.
+async def start_vllm(
+    model: ServedModel,
+    config: VllmGenerationConfig,
+    version: int,
+    adapters: VllmAdapters | None = None,
+) -> Any:
+    """A running `AsyncLLM` on this event loop, its weights (and adapters) labelled `version`.
 
     Raises:
         EngineError: vLLM is missing, built for another device, or did not start; says why.
@@ -46,12 +52,17 @@ async def start_vllm(model: ServedModel, config: VllmGenerationConfig, version: 
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            if adapters is not None:
+                arguments |= adapters.arguments
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except _RAISED_AT_START as error:
             raise EngineError(_not_started(error)) from error
     samplers = await llm.collective_rpc("areal_ray_prepare")
     _log.info("vllm generation engine: the policy's log-probs are told by %s", samplers)
-    await llm.update_weight_version(str(version))
+    if adapters is None:
+        await llm.update_weight_version(str(version))
+    else:
+        await adapters.load(llm, version)
     return llm
 
 

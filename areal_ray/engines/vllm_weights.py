@@ -11,7 +11,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -62,6 +62,22 @@ def shared_weights(
         yield WeightNote(layout, f"/proc/{os.getpid()}/fd/{file}", end)
     finally:
         os.close(file)
+
+
+async def open_update(llm: Any, note: WeightNote) -> None:
+    """Have vLLM's processes open what a note tells of; requests run on."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as Update
+
+    await llm.start_weight_update()
+    await llm.update_weights(Update({"note": asdict(note)}))
+
+
+async def finish_update(llm: Any, version: int) -> None:
+    """Have them load it, and label the tokens from now on; while vLLM stands still."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as Update
+
+    await llm.update_weights(Update({"note": {}}))
+    await llm.finish_weight_update(weight_version=str(version))
 
 
 def _write(memory: mmap.mmap, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:

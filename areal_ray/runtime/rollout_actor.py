@@ -59,7 +59,7 @@ def build_engine(
     if config.engine.kind == "vllm":
         from areal_ray.engines.vllm_generation import VllmGenerationEngine
 
-        return VllmGenerationEngine(Path(model_path), config.engine, version=version)
+        return VllmGenerationEngine(Path(model_path), config.engine, version=version, lora=lora)
     from areal_ray.engines.torch_generation import TorchGenerationEngine
 
     return TorchGenerationEngine(Path(model_path), config.engine, version=version, lora=lora)
