@@ -20,6 +20,7 @@ from areal_ray.core.task import Task, sending_problem
 from areal_ray.core.typed_yaml import untyped_values
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
+from areal_ray.engines.vllm_arguments import vllm_problems
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
 from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
@@ -82,6 +83,7 @@ def check_files(recipe: Recipe) -> list[str]:
         lambda: _fileroot_problems(recipe),
         lambda: _model_and_adapter_problems(recipe),
         lambda: _companion_problems(recipe),
+        lambda: _engine_problems(recipe),
         lambda: _code_problems(recipe),
         lambda: _task_problems(recipe),
     ]
@@ -160,6 +162,12 @@ def _companion_problems(recipe: Recipe) -> Iterator[str]:
                 f"{where}: {path!r} is no checkpoint folder here, and no model that the Hugging "
                 "Face hub answers for. Check the path."
             )
+
+
+def _engine_problems(recipe: Recipe) -> Iterator[str]:
+    engine = recipe.rollout.engine
+    if recipe.parts.samples and engine.kind == "vllm":
+        yield from vllm_problems(engine)
 
 
 def _companions(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

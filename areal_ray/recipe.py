@@ -245,6 +245,13 @@ class Recipe(Config):
             for name, section in (("rollout", self.rollout), ("learner", self.learner))
             if section.engine.device.startswith("cuda") and section.num_gpus == 0
         ]
+        split = self.rollout.tensor_parallel
+        if split > 1 and self.rollout.num_gpus != split:
+            unreserved.append(
+                f"rollout.num_gpus: is {self.rollout.num_gpus:g} with rollout.engine."
+                f"tensor_parallel {split}; must be {split}, one GPU for each part of the model. "
+                "Change one of them."
+            )
         if demand <= supply:
             return unreserved
         return [

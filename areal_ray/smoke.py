@@ -56,7 +56,7 @@ def smoke_recipe(recipe: Recipe, overrides: Sequence[str] = (), *, tell: Tell = 
     changes = {
         **_everywhere(recipe),
         **_models(recipe),
-        **_rollouts(recipe),
+        **_rollouts(recipe, overrides),
         **_given(recipe, tell),
         **_tasks(recipe, tell),
     }
@@ -141,14 +141,11 @@ def _models(recipe: Recipe) -> Changes:
     return changes
 
 
-def _rollouts(recipe: Recipe) -> Changes:
+def _rollouts(recipe: Recipe, overrides: Sequence[str]) -> Changes:
     if not recipe.parts.samples:
         return {}
     changes: Changes = {
-        "rollout.engine.device": "cpu",
-        "rollout.engine.dtype": "float32",
-        "rollout.engine.max_slots": 8,
-        "rollout.engine.max_context_tokens": 1024,
+        "rollout.engine": _engine(recipe, overrides),
         "rollout.sampling.max_new_tokens": 8,
         "agent.replicas": 1,
         "agent.max_turns": min(2, recipe.agent.max_turns),
@@ -167,6 +164,22 @@ def _rollouts(recipe: Recipe) -> Changes:
     if recipe.objective.fixed_length_tokens is not None:
         changes["objective.fixed_length_tokens"] = None
     return changes
+
+
+def _engine(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
+    """The embedded engine, which any machine has, unless the user asks for the recipe's own."""
+    tiny = {"dtype": "float32", "max_slots": 8, "max_context_tokens": 1024}
+    said = recipe.rollout.engine
+    is_asked_for = any(
+        override.partition("=")[0] in ("rollout.engine", "rollout.engine.kind")
+        for override in overrides
+    )
+    if said.kind != "torch" and not is_asked_for:
+        return {"kind": "torch", "device": "cpu", **tiny}
+    # What others are built for says vLLM itself.
+    device = "cpu" if said.kind == "torch" else "auto"
+    kept = {name: getattr(said, name) for name in type(said).model_fields}
+    return {**kept, "device": device, **tiny}
 
 
 def _tasks(recipe: Recipe, tell: Tell) -> Changes:

