@@ -63,9 +63,11 @@ class BareMember:
 class Duel:
     """Both sides of one size, up and warm."""
 
-    def __init__(self, folder: Path, shapes: Shapes, replicas: int) -> None:
+    def __init__(
+        self, folder: Path, shapes: Shapes, replicas: int, weights: dict[str, Any]
+    ) -> None:
         self._spawned: list[Any] = []
-        self._sync = self._spawn(ParamSyncActor, WeightsConfig())
+        self._sync = self._spawn(ParamSyncActor, WeightsConfig(**weights))
         self._learner = self._spawn(LearnerStandIn, shapes)
         config = RolloutConfig()
         self._rollouts = {
@@ -84,9 +86,10 @@ class Duel:
         ]
         ray.get([member.broadcast.remote() for member in self._bare])
 
-    def publish(self, version: int) -> PublishReport:
+    def publish(self, version: int, busy: bool = False) -> PublishReport:
         """One publish while every engine samples."""
-        ray.get([self._keep_busy(name, rollout) for name, rollout in self._rollouts.items()])
+        if busy:
+            ray.get([self._keep_busy(name, rollout) for name, rollout in self._rollouts.items()])
         ray.get(self._learner.train.remote(version))
         return ray.get(self._sync.publish.remote(version))
 

@@ -5,6 +5,7 @@ either take what was staged (to swap it in) or discard it. A late joiner stages 
 object store instead. Staging memory is one copy of the model.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan, digest, verify
+from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
 from areal_ray.runtime.membership import GroupBroken, Membership
+from areal_ray.runtime.weight_files import WeightFile, read_version
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_IN_FLIGHT = 2
+"""Buckets awaited at once."""
 
 
 class WeightReceiver:
@@ -27,7 +33,8 @@ class WeightReceiver:
         """What to expect: name and shape of each tensor."""
         self._expected = {name: tuple(shape) for name, shape in expected.items()}
         self._group: collective.BytesGroup | None = None
-        self._buffer: Tensor | None = None
+        self._buffer: tuple[str, Tensor] | None = None
+        """Staging memory, and for which plan and device: one plan's padding is another's tensor."""
         self._staged: tuple[int, BucketPlan, Tensor] | None = None
         self._accepted_plan = ""
 
@@ -35,6 +42,11 @@ class WeightReceiver:
     def staged_version(self) -> int | None:
         """The version in staging memory, if one is whole there."""
         return None if self._staged is None else self._staged[0]
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether this group's weights come out of the learner's memory, not over the wire."""
+        return self._group is not None and self._group.reader is not None
 
     def join(self, membership: Membership, rank: int) -> str:
         """Leave any group and meet the members of this one; the address of its store.
@@ -65,7 +77,7 @@ class WeightReceiver:
         try:
             self._accept(plan)
             buffer = self._staging(plan, group.device)
-            digests = _receive_buckets(plan, group, buffer)
+            digests = _receive_buckets(plan, group, buffer, version)
             if group is not self._group:
                 raise GroupBroken(f"version {version}: the group was replaced while staging")
             self._staged = (version, plan, buffer)
@@ -76,21 +88,26 @@ class WeightReceiver:
         return digests
 
     def stage_payload(
-        self, plan: BucketPlan, version: int, payload: NDArray[np.uint8]
+        self, plan: BucketPlan, version: int, payload: NDArray[np.uint8] | WeightFile
     ) -> list[str]:
-        """Stage a sealed payload (see core.buckets); its digests, each checked.
+        """Stage a sealed payload (see core.buckets) or a file; its digests, each checked.
 
         Raises:
             PublishError: The payload is not this version of this model, or is damaged.
         """
         self.discard()
         self._accept(plan)
-        try:
-            digests = verify(plan, payload, version)
-        except ValueError as error:
-            raise PublishError(f"snapshot of version {version}: {error}") from error
         buffer = self._staging(plan)
-        collective.write_bytes(buffer, payload[: plan.total_bytes])
+        if isinstance(payload, WeightFile):
+            if payload.version != version:
+                raise PublishError(f"{payload.path}: holds not version {version}. Publish again")
+            digests = read_version(payload, plan, buffer.numpy())
+        else:
+            try:
+                digests = verify(plan, payload, version)
+            except ValueError as error:
+                raise PublishError(f"snapshot of version {version}: {error}") from error
+            tensor_bytes.write_bytes(buffer, payload[: plan.total_bytes])
         self._staged = (version, plan, buffer)
         return digests
 
@@ -105,7 +122,7 @@ class WeightReceiver:
             raise PublishError(f"swap to version {version}: staged is {held}. Stage it first")
         _, plan, buffer = self._staged
         self._staged = None
-        return collective.tensor_views(plan, buffer)
+        return tensor_bytes.tensor_views(plan, buffer)
 
     def discard(self) -> None:
         """Forget what was staged."""
@@ -126,19 +143,38 @@ class WeightReceiver:
         self._accepted_plan = plan.digest
 
     def _staging(self, plan: BucketPlan, device: Any = None) -> "Tensor":
-        if self._buffer is None or self._buffer.numel() != plan.total_bytes:
-            self._buffer = collective.flat_buffer(plan.total_bytes, device)
-        return self._buffer
+        key = f"{plan.digest} {device or 'cpu'}"
+        if self._buffer is None or self._buffer[0] != key:
+            self._buffer = None  # before its successor is made
+            self._buffer = (key, tensor_bytes.flat_buffer(plan.total_bytes, device))
+        return self._buffer[1]
 
 
-def _receive_buckets(plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor") -> list[str]:
-    """One bucket is hashed while the next is on the wire."""
+def _receive_buckets(
+    plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", version: int
+) -> list[str]:
+    """Digests of the buckets, each taken while the next one is under way."""
+    if group.reader is not None:
+        return _read_buckets(plan, group, buffer, version)
     slices = [buffer[slice(*plan.bounds(bucket))] for bucket in range(plan.num_buckets)]
     digests: list[str] = []
-    posted = group.post_broadcast(slices[0]) if slices else None
+    posted = deque(group.post_broadcast(part) for part in slices[:_IN_FLIGHT])
     for bucket, arrived in enumerate(slices):
-        group.wait(posted, f"bucket {bucket} of {plan.num_buckets}")
-        if bucket + 1 < len(slices):
-            posted = group.post_broadcast(slices[bucket + 1])
+        group.wait(posted.popleft(), f"bucket {bucket} of {plan.num_buckets}")
+        posted.extend(map(group.post_broadcast, slices[bucket + _IN_FLIGHT :][:1]))
         digests.append(digest(arrived.cpu().numpy()))
+    return digests
+
+
+def _read_buckets(
+    plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", version: int
+) -> list[str]:
+    """The same out of the memory of a learner on this node."""
+    source = group.begin(version)
+    digests: list[str] = []
+    for bucket in range(plan.num_buckets):
+        group.wait_whole(bucket, f"bucket {bucket} of {plan.num_buckets}")
+        part = slice(*plan.bounds(bucket))
+        tensor_bytes.write_bytes(buffer[part], source[part])
+        digests.append(digest(buffer[part].numpy()))
     return digests

@@ -11,11 +11,15 @@ from areal_ray.core.config import Config
 class WeightsConfig(Config):
     """How new weights reach the rollout replicas."""
 
-    transport: Literal["collective", "object_store"] = "collective"
+    transport: Literal["collective", "object_store", "disk"] = "collective"
     """collective: broadcast over a group of our own; object_store: one payload that each replica
-    reads (fleets that come and go)."""
+    reads (fleets that come and go); disk: safetensors files in the run folder, which every node
+    must mount."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Of the collective group. gloo works everywhere; nccl needs a GPU of its own per member."""
+    shares_memory: bool = True
+    """With collective over gloo: replicas on the learner's node read the weights in its memory,
+    and only those on other nodes get them over the network."""
     bucket_bytes: int = Field(16 * 1024**2, ge=ALIGNMENT_BYTES)
     """Weights travel in slices of this size; a multiple of 16."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
