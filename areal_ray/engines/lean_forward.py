@@ -11,7 +11,6 @@ rearranged once when they are loaded:
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch

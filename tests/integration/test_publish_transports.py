@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from safetensors import safe_open
 
 from areal_ray.errors import PublishError
@@ -58,90 +59,90 @@ class FileCrew:
 
     def __init__(self, crew: WeightCrew, folder: Path) -> None:
         self._crew = crew
-        self._config = WeightsConfig(transport="disk", timeout_s=20.0, bucket_bytes=64)
         self.folder = folder
         prepare_folder(folder)
-        self.sync = crew.spawn(ParamSyncActor, self._config)
+        config = WeightsConfig(transport="disk", timeout_s=20.0, bucket_bytes=64)
+        self.sync = crew.spawn(ParamSyncActor, config)
         self.learner = crew.spawn(LearnerStandIn, TINY, "float32", str(folder))
-        self.replica = self.late_joiner()
+        self.replica = self.joiner()
         members = {"replica": self.replica}
         ray.get(self.sync.set_members.remote(self.learner, members), timeout=60)
 
-    def late_joiner(self) -> Any:
-        replica = self._crew.spawn(ReplicaStandIn, TINY, self.sync)
-        self._crew.pid(replica)  # has started
-        return replica
+    def joiner(self) -> Any:
+        """A further replica, which catches up as it starts."""
+        return self._crew.spawn(ReplicaStandIn, TINY, self.sync)
 
-    def publish(self, version: int) -> Any:
+    def version(self) -> int:
+        """The committed one."""
+        return ray.get(self.sync.version.remote(), timeout=60)
+
+    def publish(self) -> int:
+        """Publish weights that tell the version; the version."""
+        version = self.version() + 1
         ray.get(self.learner.train.remote(version), timeout=60)
-        return ray.get(self.sync.publish.remote(version), timeout=60)
+        assert ray.get(self.sync.publish.remote(version), timeout=60).replicas == ("replica",)
+        assert_live(self.replica, version, tensors(TINY, version))
+        return version
 
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir())
+    def file(self, version: int) -> Path:
+        """Where a version lies."""
+        return self.folder / f"version-{version:06d}.safetensors"
+
+    def files(self) -> list[Path]:
+        """What lies in the folder."""
+        return sorted(self.folder.iterdir())
 
 
-@pytest.fixture
-def on_disk(crew: WeightCrew, tmp_path: Path) -> FileCrew:
-    return FileCrew(crew, tmp_path / "weights")
+@pytest.fixture(scope="module")
+def on_disk(crew: WeightCrew, tmp_path_factory: pytest.TempPathFactory) -> FileCrew:
+    return FileCrew(crew, tmp_path_factory.mktemp("run") / "weights")
 
 
 def test_versions_travel_in_files_and_old_ones_go(on_disk: FileCrew) -> None:
-    for version in (1, 2, 3):
-        report = on_disk.publish(version)
-        assert report.replicas == ("replica",)
-        assert_live(on_disk.replica, version, tensors(TINY, version))
-    assert on_disk.files() == ["version-000002.safetensors", "version-000003.safetensors"]
-    with safe_open(on_disk.folder / "version-000003.safetensors", "pt") as opened:
-        assert (opened.get_tensor("head") == tensors(TINY, 3)["head"]).all()
+    last = [on_disk.publish() for _ in range(3)][-1]
+    assert on_disk.files() == [on_disk.file(last - 1), on_disk.file(last)]
+    with safe_open(on_disk.file(last), "pt") as opened:
+        assert torch.equal(opened.get_tensor("head"), tensors(TINY, last)["head"])
+
+
+def test_a_full_disk_ends_the_publish_with_its_name_and_changes_nothing(on_disk: FileCrew) -> None:
+    version = on_disk.publish()
+    before = on_disk.files()
+    # The kernel's own full device, under the name that the file is written as.
+    file = on_disk.file(version + 1)
+    file.with_name(file.name + ".partial").symlink_to("/dev/full")
+    with pytest.raises(PublishError, match=rf"{file.name}.*No space left.*stays {version}"):
+        on_disk.publish()
+    assert_live(on_disk.replica, version, tensors(TINY, version))
+    assert on_disk.files() == before
+    assert on_disk.publish() == version + 1
+
+
+def test_a_mount_that_goes_away_is_named(on_disk: FileCrew) -> None:
+    on_disk.publish()
+    gone = on_disk.folder.with_name("elsewhere")
+    on_disk.folder.rename(gone)
+    with pytest.raises(PublishError, match=r"weights does not exist on .*every node mounts"):
+        on_disk.publish()
+    gone.rename(on_disk.folder)
+    on_disk.publish()
 
 
 def test_a_late_joiner_reads_the_committed_file_also_without_the_learner(
     on_disk: FileCrew,
 ) -> None:
-    on_disk.publish(1)
-    ray.get(on_disk.learner.train.remote(8))
+    version = on_disk.publish()
+    ray.get(on_disk.learner.train.remote(version + 7), timeout=30)
     ray.kill(on_disk.learner)
     committed = ray.get(on_disk.sync.committed.remote(), timeout=30)
-    assert committed.snapshot == (
-        WeightFile(str(on_disk.folder / "version-000001.safetensors"), 1),
-    )
-    assert_live(on_disk.late_joiner(), 1, tensors(TINY, 1))
-
-
-def test_a_full_disk_ends_the_publish_with_its_name_and_changes_nothing(on_disk: FileCrew) -> None:
-    on_disk.publish(1)
-    # The kernel's own full device, under the name that the file is written as.
-    (on_disk.folder / "version-000002.safetensors.partial").symlink_to("/dev/full")
-    with pytest.raises(PublishError, match=r"version-000002.*No space left.*stays 1"):
-        on_disk.publish(2)
-    assert_live(on_disk.replica, 1, tensors(TINY, 1))
-    assert on_disk.files() == ["version-000001.safetensors"]
-    on_disk.publish(2)
-    assert_live(on_disk.replica, 2, tensors(TINY, 2))
-
-
-def test_a_mount_that_goes_away_is_named(on_disk: FileCrew) -> None:
-    on_disk.publish(1)
-    gone = on_disk.folder.with_name("elsewhere")
-    on_disk.folder.rename(gone)
-    with pytest.raises(PublishError, match=r"weights does not exist on .*every node mounts"):
-        on_disk.publish(2)
-    gone.rename(on_disk.folder)
-    on_disk.publish(2)
-    assert_live(on_disk.replica, 2, tensors(TINY, 2))
-
-
-def test_a_damaged_file_is_refused_by_who_would_load_it(
-    on_disk: FileCrew, crew: WeightCrew
-) -> None:
-    on_disk.publish(1)
-    file = on_disk.folder / "version-000001.safetensors"
-    content = bytearray(file.read_bytes())
+    assert committed.snapshot == (WeightFile(str(on_disk.file(version)), version),)
+    assert_live(on_disk.joiner(), version, tensors(TINY, version))
+    # From here on the file is damaged.
+    content = bytearray(on_disk.file(version).read_bytes())
     content[-1] ^= 1
-    file.write_bytes(content)
-    committed = ray.get(on_disk.sync.committed.remote(), timeout=30)
-    load = on_disk.replica.weights_load.remote(committed.plan, 1, committed.snapshot)
-    with pytest.raises(PublishError, match=r"version-000001.*differs from its digest"):
+    on_disk.file(version).write_bytes(content)
+    load = on_disk.replica.weights_load.remote(committed.plan, version, committed.snapshot)
+    with pytest.raises(PublishError, match="differs from its digest"):
         ray.get(load, timeout=30)
 
 
@@ -150,12 +151,12 @@ def test_a_replica_that_starts_amid_publishes_holds_one_version_whole(
     crew: WeightCrew, transport: str
 ) -> None:
     config = WeightsConfig(timeout_s=20.0, bucket_bytes=65536, transport=transport)
-    sync = crew.spawn(ParamSyncActor, config)
-    ray.get(sync.set_members.remote(crew.learner, crew.replicas), timeout=30)
+    sync, learner = crew.spawn(ParamSyncActor, config), crew.spawn(LearnerStandIn, BROAD)
+    ray.get(sync.set_members.remote(learner, crew.replicas), timeout=60)
     late, version = None, 0
     while late is None or version < 12:
         version += 1
-        ray.get(crew.learner.train.remote(version), timeout=30)
+        ray.get(learner.train.remote(version), timeout=30)
         publishing = sync.publish.remote(version)
         if version == 2:
             late = crew.spawn(ReplicaStandIn, BROAD, sync)
@@ -167,8 +168,8 @@ def test_a_replica_that_starts_amid_publishes_holds_one_version_whole(
     held = ray.get(late.live.remote(), timeout=30)[0]
     assert 1 <= held <= version
     assert_live(late, held, tensors(BROAD, held))
-    ray.get(sync.set_members.remote(crew.learner, {**crew.replicas, "late": late}), timeout=30)
-    ray.get(crew.learner.train.remote(version + 1), timeout=30)
+    ray.get(sync.set_members.remote(learner, {**crew.replicas, "late": late}), timeout=30)
+    ray.get(learner.train.remote(version + 1), timeout=30)
     report = ray.get(sync.publish.remote(version + 1), timeout=60)
     assert "late" in report.replicas
     assert_live(late, version + 1, tensors(BROAD, version + 1))

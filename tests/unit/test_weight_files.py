@@ -100,11 +100,11 @@ def test_a_folder_that_is_not_mounted_is_named_on_both_sides(
     tmp_path: Path, plan: BucketPlan
 ) -> None:
     absent = tmp_path / "not-mounted"
-    with pytest.raises(StorageError, match="not-mounted does not exist on .*every node mounts"):
+    with pytest.raises(StorageError, match=r"not-mounted does not exist on .*every node mounts"):
         _write(absent, plan, 1)
     assert not absent.exists()
     file = WeightFile(str(absent / "version-000001.safetensors"), 1)
-    with pytest.raises(PublishError, match="not-mounted.*cannot be read on .*every node mounts"):
+    with pytest.raises(PublishError, match=r"not-mounted.*cannot be read on .*every node mounts"):
         read_version(file, plan, np.zeros(plan.total_bytes, np.uint8))
 
 
