@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan
+from areal_ray.core.weight_delta import POSITION_BYTES, WHOLE
 
 if TYPE_CHECKING:
     from areal_ray.engines.sharding import ShardedTensor
@@ -56,6 +57,23 @@ def fill_bucket(plan: BucketPlan, bucket: int, weights: InOrder, out: torch.Tens
         target = out[piece.bucket_start_byte :][: piece.num_bytes].view(dtype)
         first = piece.tensor_start_byte // dtype.itemsize
         target.copy_(weights.part(piece.name, first, target.numel()))
+
+
+def apply_changes(target: torch.Tensor, count: int, encoded: torch.Tensor, unit: int) -> None:
+    """Bring a bucket [bytes] from the version before to the one it was encoded from.
+
+    See `core.weight_delta.encode`; both tensors are uint8, on the same device.
+    """
+    if count == WHOLE:
+        target.copy_(encoded)
+        return
+    if count == 0:
+        return
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[unit]
+    cut = count * POSITION_BYTES
+    # Cloned, since a view needs its elements to begin at a multiple of their width.
+    positions = encoded[:cut].clone().view(torch.int32).long()
+    target.view(dtype)[positions] = encoded[cut:].clone().view(dtype)
 
 
 def tensor_views(plan: BucketPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:

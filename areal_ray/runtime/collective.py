@@ -64,6 +64,7 @@ class BytesGroup(BaseGroup):
         """Of rank 0, where members on its node read its memory."""
         self.reader: BoardReader | None = None
         """Of a member on the node of rank 0."""
+        self._num_versions = 0
 
     @classmethod
     def backend(cls) -> str:
@@ -84,6 +85,15 @@ class BytesGroup(BaseGroup):
     def has_wire(self) -> bool:
         """Whether bytes are broadcast from or to this member."""
         return self._process_group is not None
+
+    def next_is_delta(self) -> bool:
+        """Whether the version that is sent now travels as what changed; asked once a version.
+
+        Every member counts alike: one that missed a version has left, and all join a new group.
+        So the first version in a group is whole, and whoever is in it holds the one before.
+        """
+        self._num_versions += 1
+        return self.has_wire and (self._num_versions - 1) % self._membership.full_every != 0
 
     def connect(self, store: Any) -> None:
         """Meet the other members; rank 0 gives the store that it opened.

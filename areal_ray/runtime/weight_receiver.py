@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan, digest, verify
+from areal_ray.core.weight_delta import encoded_bytes, unit_bytes
 from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
@@ -35,6 +36,8 @@ class WeightReceiver:
         self._group: collective.BytesGroup | None = None
         self._buffer: tuple[str, Tensor] | None = None
         """Staging memory, and for which plan and device: one plan's padding is another's tensor."""
+        self._held: int | None = None
+        """The version whose bytes the staging memory holds whole, live or not."""
         self._staged: tuple[int, BucketPlan, Tensor] | None = None
         self._accepted_plan = ""
 
@@ -56,7 +59,7 @@ class WeightReceiver:
         """
         self.leave()
         # A stage() of the old group may still be writing into the old buffer.
-        self._buffer = None
+        self._buffer = self._held = None
         self._group = collective.join_group(membership, rank)
         return membership.address
 
@@ -77,10 +80,14 @@ class WeightReceiver:
         try:
             self._accept(plan)
             buffer = self._staging(plan, group.device)
-            digests = _receive_buckets(plan, group, buffer, version)
+            base, self._held = self._held, None
+            if group.next_is_delta():
+                digests = _receive_changes(plan, group, buffer, base)
+            else:
+                digests = _receive_buckets(plan, group, buffer, version)
             if group is not self._group:
                 raise GroupBroken(f"version {version}: the group was replaced while staging")
-            self._staged = (version, plan, buffer)
+            self._held, self._staged = version, (version, plan, buffer)
         finally:
             # The others must not wait until the deadline for a member that gave up.
             if self._staged is None and group is self._group:
@@ -97,6 +104,7 @@ class WeightReceiver:
         """
         self.discard()
         self._accept(plan)
+        self._held = None
         buffer = self._staging(plan)
         if isinstance(payload, WeightFile):
             if payload.version != version:
@@ -163,6 +171,32 @@ def _receive_buckets(
         group.wait(posted.popleft(), f"bucket {bucket} of {plan.num_buckets}")
         posted.extend(map(group.post_broadcast, slices[bucket + _IN_FLIGHT :][:1]))
         digests.append(digest(arrived.cpu().numpy()))
+    return digests
+
+
+def _receive_changes(
+    plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", base: int | None
+) -> list[str]:
+    """Digests of the buckets, after what changed was put over the version before."""
+    header = tensor_bytes.flat_buffer(8 * (1 + plan.num_buckets), group.device)
+    group.wait(group.post_broadcast(header), "counts of what changed")
+    sent_base, *counts = header.cpu().numpy().view(np.int64).tolist()
+    if sent_base != base:
+        raise PublishError(
+            f"the learner sends what changed since version {sent_base}, but this replica holds "
+            f"{'none' if base is None else f'version {base}'}; it must be sent a whole one first"
+        )
+    lengths = encoded_bytes(plan, counts)
+    body = tensor_bytes.flat_buffer(sum(lengths), group.device)
+    if len(body):
+        group.wait(group.post_broadcast(body), "what changed")
+    digests: list[str] = []
+    end = 0
+    for bucket, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        encoded, end = body[end : end + length], end + length
+        part = buffer[slice(*plan.bounds(bucket))]
+        tensor_bytes.apply_changes(part, count, encoded, unit_bytes(plan))
+        digests.append(digest(part.cpu().numpy()))
     return digests
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan, digest, plan_buckets, seal
+from areal_ray.core.weight_delta import encode, unit_bytes
 from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
@@ -131,7 +132,13 @@ class WeightSender:
         """One bucket is packed and hashed while the one before it is on the wire."""
         weights = tensor_bytes.InOrder(self._weights())
         flat = tensor_bytes.as_tensor(buffer.array)
-        outlet = _Outlet(self._group, plan, version, buffer)
+        group = self._group
+        if group is not None and group.next_is_delta():
+            before = self._kept.get(version - 1)
+            base = before.buffer.array if before and before.plan_digest == plan.digest else None
+            outlet: _Outlet | _DeltaOutlet = _DeltaOutlet(group, plan, version, buffer, base)
+        else:
+            outlet = _Outlet(group, plan, version, buffer)
         digests: list[str] = []
         for bucket in range(plan.num_buckets):
             kept = flat[slice(*plan.bounds(bucket))]
@@ -142,7 +149,7 @@ class WeightSender:
                 kept.copy_(wire)
             digests.append(digest(kept.numpy()))
             outlet.wait(most_left=1)
-        outlet.wait(most_left=0)
+        outlet.finish()
         return digests
 
     def _buffer_for(self, plan: BucketPlan, version: int) -> SharedBuffer:
@@ -189,3 +196,52 @@ class _Outlet:
         while self._wired is not None and len(self._under_way) > most_left:
             bucket, work, _ = self._under_way.popleft()
             self._wired.wait(work, f"bucket {bucket} of {self._plan.num_buckets}")
+
+    def finish(self) -> None:
+        """Until all buckets have left."""
+        self.wait(most_left=0)
+
+
+class _DeltaOutlet:
+    """The same with what changed alone on the wire: all buckets in one message at the end."""
+
+    def __init__(
+        self,
+        group: collective.BytesGroup,
+        plan: BucketPlan,
+        version: int,
+        buffer: SharedBuffer,
+        base: NDArray[np.uint8] | None,
+    ) -> None:
+        self._group = group
+        self._plan = plan
+        self._base = base
+        self._base_version = version - 1
+        self._unit = unit_bytes(plan)
+        self._encoded: list[tuple[int, NDArray[np.uint8]]] = []
+        if group.board is not None:
+            group.board.begin(version, buffer)
+
+    def room(self, kept: "Tensor") -> "Tensor":
+        """Host memory: it is compared there."""
+        return kept
+
+    def post(self, bucket: int, wire: "Tensor") -> None:
+        """A bucket is packed."""
+        if self._group.board is not None:
+            self._group.board.advance(bucket + 1)
+        old = None if self._base is None else self._base[slice(*self._plan.bounds(bucket))]
+        self._encoded.append(encode(old, wire.numpy(), self._unit))
+
+    def wait(self, most_left: int) -> None:
+        """Nothing is on the wire yet."""
+
+    def finish(self) -> None:
+        """Send the base version and the counts, then what changed."""
+        counts = [count for count, _ in self._encoded]
+        header = np.array([self._base_version, *counts], dtype=np.int64).view(np.uint8)
+        body = np.concatenate([content for _, content in self._encoded] or [header[:0]])
+        for content, what in ((header, "counts of what changed"), (body, "what changed")):
+            if len(content):
+                wire = tensor_bytes.as_tensor(content).to(self._group.device)
+                self._group.wait(self._group.post_broadcast(wire), what)

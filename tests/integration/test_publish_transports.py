@@ -1,5 +1,6 @@
 """The ways that weights travel: memory of the same node, the wire, the object store, files."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,40 @@ def test_memory_is_shared_only_where_the_recipe_lets_it(crew: WeightCrew) -> Non
     for replica in crew.replicas.values():
         assert not ray.get(replica.reads_memory.remote())
         assert_live(replica, 1, tensors(BROAD, 9))
+
+
+def test_only_what_changed_takes_the_wire_and_every_third_version_is_whole(
+    crew: WeightCrew,
+) -> None:
+    config = WeightsConfig(timeout_s=20.0, bucket_bytes=65536, shares_memory=False, full_every=3)
+    sync, learner = crew.spawn(ParamSyncActor, config), crew.spawn(LearnerStandIn, BROAD)
+    ray.get(sync.set_members.remote(learner, crew.replicas), timeout=60)
+    expected = tensors(BROAD, 0)
+    damaged, others = crew.replicas["rollout-1"], ("rollout-0", "rollout-2")
+    for version in range(1, 8):
+        # A negative zero, a NaN and an ordinary value, each in a bucket of its own.
+        for name, index, value in (("bias", 1, -0.0), ("embed", 9, math.nan), ("head", -1, 0.5)):
+            ray.get(learner.nudge.remote(name, index, value * version), timeout=30)
+            expected[name].view(-1)[index] = value * version
+        report = ray.get(sync.publish.remote(version), timeout=60)
+        for name in report.replicas:
+            assert_bits(crew.replicas[name], version, expected)
+        if version in (1, 3):  # the next is a whole version or is not: 2 is, 4 is whole
+            ray.get(damaged.damage.remote("embed"), timeout=30)
+        if version == 2:
+            # It put what changed over memory that was damaged, and its digest tells.
+            assert report.replicas == others
+            assert "digests differ" in report.quarantined["rollout-1"]
+        else:
+            assert report.replicas == tuple(crew.replicas)
+
+
+def assert_bits(replica: Any, version: int, expected: dict[str, torch.Tensor]) -> None:
+    """As assert_live, where a NaN is equal to itself and a negative zero is not zero."""
+    bits = {name: tensor.view(torch.int32) for name, tensor in expected.items()}
+    held, live = ray.get(replica.live.remote(), timeout=30)
+    assert held == version
+    assert all(torch.equal(live[name].view(torch.int32), bits[name]) for name in bits)
 
 
 class FileCrew:

@@ -61,6 +61,10 @@ class LearnerStandIn:
         self._dtype = dtype
         self._live = tensors(self._shapes, 0, dtype)
 
+    async def nudge(self, name: str, index: int, value: float) -> None:
+        """One element of one weight becomes another."""
+        self._live[name].view(-1)[index] = value
+
     async def replace(self, name: str, tensor: torch.Tensor) -> None:
         """One weight becomes another tensor, whatever its strides."""
         self._live[name] = tensor
@@ -123,6 +127,10 @@ class ReplicaStandIn:
         """`die` or `stop` when asked to stage, `flip` a byte once, `break` in the swap."""
         self._fault = fault
 
+    async def damage(self, name: str) -> None:
+        """A bit flips in the memory that the last version came into; what is live stays whole."""
+        self._taken[name].view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
     async def move(self, elsewhere: bool) -> None:
         """From now on behave as on another node than the learner's, or as on the same."""
         self._is_elsewhere = elsewhere
@@ -178,7 +186,7 @@ class ReplicaStandIn:
         return -1 if staged is None else staged
 
     def _swap(self, version: int) -> float:
-        fresh = self._receiver.take(version)
+        fresh = self._taken = self._receiver.take(version)
         for index, (name, tensor) in enumerate(fresh.items()):
             if self._fault == "break" and index == 1:
                 raise RuntimeError("device lost while loading")
