@@ -65,6 +65,14 @@ class LearnerStandIn:
         """One element of one weight becomes another."""
         self._live[name].view(-1)[index] = value
 
+    async def scatter(self, share: float, seed: int) -> None:
+        """This share of the elements, anywhere, become others."""
+        draws = np.random.default_rng(seed)
+        for tensor in self._live.values():
+            count = round(share * tensor.numel())
+            where = torch.from_numpy(draws.integers(0, max(tensor.numel(), 1), count))
+            tensor.view(-1)[where] = torch.from_numpy(draws.normal(size=count)).to(tensor.dtype)
+
     async def replace(self, name: str, tensor: torch.Tensor) -> None:
         """One weight becomes another tensor, whatever its strides."""
         self._live[name] = tensor
