@@ -32,6 +32,7 @@ from areal_ray.runtime.placement import (
 )
 from areal_ray.runtime.reward_actor import RewardActor
 from areal_ray.runtime.rollout_actor import RolloutActor
+from areal_ray.runtime.weight_files import VERSIONS_FOLDER, prepare_folder
 
 _MANY_CALLS = 10_000
 
@@ -180,6 +181,7 @@ class ActorGraph:
             num_ranks=recipe.learner.ranks,
             resume_from=self.begin.checkpoint,
             journal=self.journal,
+            versions=self._versions_folder(),
             sft=recipe.sft,
             pairs=_pair_task(recipe),
             distillation=_distillation(recipe),
@@ -198,6 +200,15 @@ class ActorGraph:
         if config is None:
             return None
         return LoraSetup(config=config, seed=seed, folder=self.begin.checkpoint)
+
+    def _versions_folder(self) -> str:
+        """Where versions are published through, made here: a learner that does not find it there
+        has another disk under that path."""
+        if self.recipe.weights.transport != "disk":
+            return ""
+        folder = (self.recipe.folder / VERSIONS_FOLDER).resolve()
+        prepare_folder(folder)
+        return str(folder)
 
     async def wait_until_loaded(self, learners: Fleet | None) -> None:
         """Every actor answers, the learner's ranks have met."""

@@ -2,18 +2,19 @@
 
     python -m benchmarks.publish [--quick] [--rounds N] [--json FILE]
 
-Ours is the whole publish between real actors: pack, broadcast, SHA-256 on both sides, verify, swap
-into a real engine that is sampling, commit. Bare is one broadcast of one flat tensor between as
-many processes (torch.distributed, gloo, group formed beforehand), from the barrier before it to
-the barrier after it. Rounds are interleaved; a figure is the median over the rounds. The loopback
-interface carries both.
+Ours is the whole publish between real actors: pack, send, digests on both sides, verify, swap into
+a real engine, commit. Bare is one broadcast of one flat tensor between as many processes
+(torch.distributed, gloo, group formed beforehand), from the barrier before it to the barrier after
+it; the loopback interface carries it. A round is a bare broadcast, a publish while the engines have
+nothing to do (which is what is compared) and one while each samples 16 turns (which is where its
+standstill is measured). A figure is the median over the rounds.
+
+Ways: `memory` = the default, replicas on the learner's node read its memory; `wire` = all bytes
+over gloo, as to other nodes; `changes` = over gloo with `weights.full_every`, where 1 % of the
+elements changed. `memory` and `wire` in float32, `changes` in bfloat16 (twice the elements).
 """
 
-import argparse
-import json
-import os
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,16 +31,40 @@ from areal_ray.runtime.param_sync_actor import ParamSyncActor, PublishReport
 from areal_ray.runtime.rollout_actor import RolloutActor
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.weights_config import WeightsConfig
-from benchmarks.common import table
+from benchmarks.common import finish, machine_load, median, options, table
 from tests.support.tiny_models import write_tiny_model
 from tests.support.weight_actors import LearnerStandIn, Shapes
 
 SIZES: dict[str, dict[str, Any]] = {
     "demo": {},
     "64 MB": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4},
-    "270 MB": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4},
+    "256 MB": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5},
+    "512 MB": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10},
 }
 """Name and how the Qwen3 checkpoint differs from the small one of the tests."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "wire": {"shares_memory": False},
+    "wire bfloat16": {"shares_memory": False, "dtype": "bfloat16"},
+    "changes": {"shares_memory": False, "dtype": "bfloat16", "full_every": 10_000},
+}
+"""Name and the keys of `weights`."""
+
+QUICK = (("demo", 1, "memory"), ("64 MB", 1, "memory"))
+ALL = (
+    *(("demo", replicas, "memory") for replicas in (1, 2)),
+    ("64 MB", 1, "memory"),
+    *(("256 MB", replicas, "memory") for replicas in (1, 2, 4)),
+    *(("256 MB", replicas, "wire") for replicas in (1, 2)),
+    ("512 MB", 1, "memory"),
+    ("512 MB", 1, "wire"),
+    ("512 MB", 1, "wire bfloat16"),
+    ("512 MB", 1, "changes"),
+)
+_CHANGED_SHARE = 0.01
+_PREFILL_S = 0.3
+"""After which every engine is sampling."""
 
 
 class BareMember:
@@ -63,10 +88,11 @@ class BareMember:
 class Duel:
     """Both sides of one size, up and warm."""
 
-    def __init__(self, folder: Path, shapes: Shapes, replicas: int) -> None:
+    def __init__(self, folder: Path, replicas: int, way: str) -> None:
         self._spawned: list[Any] = []
-        self._sync = self._spawn(ParamSyncActor, WeightsConfig())
-        self._learner = self._spawn(LearnerStandIn, shapes)
+        self._way = way
+        self._sync = self._spawn(ParamSyncActor, WeightsConfig(**WAYS[way]))
+        self._learner = self._spawn(LearnerStandIn, shapes_of(folder))
         config = RolloutConfig()
         self._rollouts = {
             f"rollout-{i}": self._spawn(
@@ -75,26 +101,34 @@ class Duel:
             for i in range(replicas)
         }
         ray.get(self._sync.set_members.remote(self._learner, self._rollouts))
-        first = self.publish(1)
-        self.num_bytes, self._version = first.bytes, 1
+        self._version = 0
+        self.num_bytes = self.publish(is_sampling=False).bytes
         port = _free_port()
         self._bare = [
             self._spawn(BareMember, rank, replicas + 1, port, self.num_bytes)
             for rank in range(replicas + 1)
         ]
-        ray.get([member.broadcast.remote() for member in self._bare])
+        self.round()
 
-    def publish(self, version: int) -> PublishReport:
-        """One publish while every engine samples."""
-        ray.get([self._keep_busy(name, rollout) for name, rollout in self._rollouts.items()])
-        ray.get(self._learner.train.remote(version))
-        return ray.get(self._sync.publish.remote(version))
-
-    def round(self) -> tuple[float, PublishReport]:
-        """Seconds of the bare broadcast, then a publish."""
-        bare_s = max(ray.get([member.broadcast.remote() for member in self._bare]))
+    def publish(self, *, is_sampling: bool) -> PublishReport:
+        """One publish, while every engine samples or while none does."""
         self._version += 1
-        return bare_s, self.publish(self._version)
+        if self._way == "changes":
+            ray.get(self._learner.scatter.remote(_CHANGED_SHARE, self._version))
+        else:
+            ray.get(self._learner.train.remote(self._version))
+        ids = [f"{self._version}-{n}" for n in range(16)]
+        if is_sampling:
+            ray.get([self._submit(rollout, ids) for rollout in self._rollouts.values()])
+            time.sleep(_PREFILL_S)
+        report = ray.get(self._sync.publish.remote(self._version))
+        ray.get([rollout.abort.remote(ids) for rollout in self._rollouts.values()])
+        return report
+
+    def round(self) -> tuple[float, PublishReport, PublishReport]:
+        """Seconds of the bare broadcast, a publish at rest, and one while sampling."""
+        bare_s = max(ray.get([member.broadcast.remote() for member in self._bare]))
+        return bare_s, self.publish(is_sampling=False), self.publish(is_sampling=True)
 
     def close(self) -> None:
         """End all actors."""
@@ -106,39 +140,42 @@ class Duel:
         self._spawned.append(actor)
         return actor
 
-    def _keep_busy(self, name: str, rollout: Any) -> Any:
-        ids = np.arange(3, 19, dtype=np.int32)
-        sampling = SamplingConfig(max_new_tokens=64)
-        stamp = time.monotonic_ns()
+    def _submit(self, rollout: Any, ids: Sequence[str]) -> Any:
+        prompt = np.arange(3, 19, dtype=np.int32)
+        sampling = SamplingConfig(max_new_tokens=512)
         requests = [
-            GenerationRequest(f"{name}-{stamp}-{n}", ids, sampling, seed=n) for n in range(16)
+            GenerationRequest(request_id, prompt, sampling, seed=seed)
+            for seed, request_id in enumerate(ids)
         ]
         return rollout.submit.remote("benchmark", requests)
 
 
-def compare(size: str, replicas: int, rounds: int) -> dict[str, Any]:
-    """Medians of one size."""
+def compare(size: str, replicas: int, way: str, rounds: int) -> dict[str, Any]:
+    """Medians of one case."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_tiny_model(folder, "qwen3", vocab_size=407, **SIZES[size])
-        duel = Duel(folder, shapes_of(folder), replicas)
+        duel = Duel(folder, replicas, way)
         try:
-            pairs = [duel.round() for _ in range(rounds)]
+            seen = [duel.round() for _ in range(rounds)]
         finally:
             duel.close()
-    bare_s = statistics.median(bare for bare, _ in pairs)
-    reports = [report for _, report in pairs]
-    publish_s = statistics.median(report.seconds for report in reports)
+    bare_s = median(bare for bare, _, _ in seen)
+    at_rest, sampling = [one for _, one, _ in seen], [one for _, _, one in seen]
+    publish_s = median(report.seconds for report in at_rest)
     return {
         "size": size,
         "replicas": replicas,
+        "way": way,
         "bytes": duel.num_bytes,
         "bare_s": bare_s,
         "publish_s": publish_s,
-        "stage_s": statistics.median(report.stage_s for report in reports),
-        "engine_idle_s": statistics.median(report.engine_idle_s for report in reports),
-        "ratio": publish_s / bare_s,
-        "added_s": publish_s - bare_s,
+        "stage_s": median(report.stage_s for report in at_rest),
+        "speed_of_bare": median(bare / one.seconds for bare, one, _ in seen),
+        "sampling_publish_s": median(report.seconds for report in sampling),
+        "engine_idle_s": median(report.engine_idle_s for report in sampling),
+        "idle_share": median(report.engine_idle_s / report.seconds for report in sampling),
+        "rounds": [(bare, one.seconds, other.seconds) for bare, one, other in seen],
     }
 
 
@@ -153,8 +190,8 @@ def shapes_of(folder: Path) -> Shapes:
 
 
 COLUMNS = (
-    ("weights", 10), ("replicas", 8), ("MB", 8), ("bare ms", 9), ("publish ms", 11),
-    ("stage ms", 9), ("engine idle ms", 15), ("ratio", 7), ("added ms", 9),
+    ("weights", 8), ("replicas", 8), ("way", 13), ("MB", 6), ("bare ms", 8), ("publish ms", 10),
+    ("staging", 8), ("speed", 7), ("sampling ms", 11), ("still ms", 8), ("share", 6),
 )  # fmt: skip
 
 
@@ -163,13 +200,15 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         row["size"],
         str(row["replicas"]),
+        row["way"],
         f"{row['bytes'] / 1e6:.1f}",
         f"{1e3 * row['bare_s']:.1f}",
         f"{1e3 * row['publish_s']:.1f}",
         f"{1e3 * row['stage_s']:.1f}",
+        f"{row['speed_of_bare']:.2f}x",
+        f"{1e3 * row['sampling_publish_s']:.1f}",
         f"{1e3 * row['engine_idle_s']:.2f}",
-        f"{row['ratio']:.2f}x",
-        f"{1e3 * row['added_s']:.1f}",
+        f"{row['idle_share']:.1%}",
     ]
 
 
@@ -181,14 +220,8 @@ def _free_port() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Run, print the table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="two sizes, one replica, five rounds")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds, at least 5")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args(arguments)
-    cases = [("demo", 1), ("64 MB", 1)]
-    if not options.quick:
-        cases += [("demo", 2), ("64 MB", 2), ("270 MB", 1)]
+    parsed = options(__doc__, arguments)
+    cases, rounds = (QUICK, 5) if parsed.quick else (ALL, parsed.rounds or 9)
     ray.init(
         address="local",  # not whatever Ray happens to run on this machine
         num_cpus=8,
@@ -199,14 +232,13 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
     )
     try:
-        rounds = 5 if options.quick else options.rounds
-        rows = [compare(size, replicas, rounds) for size, replicas in cases]
+        rows = []
+        for case in cases:
+            rows.append(compare(*case, rounds))
+            print("  ".join(cells(rows[-1])), f" {machine_load()}", flush=True)
     finally:
         ray.shutdown()
-    print(table(COLUMNS, map(cells, rows)))
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    finish(table(COLUMNS, map(cells, rows)), rows, parsed.json)
     return rows
 
 

@@ -5,20 +5,24 @@ Buckets are equal slices of that run, whatever tensors they cut, so a tensor lar
 needs no special case and no bucket but the last is short. Bytes only: no torch, no I/O.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
+
+from areal_ray.core.weight_names import difference
 
 ALIGNMENT_BYTES = 16
 """Every tensor begins at a multiple of it: the widest element (complex128) can be viewed there."""
 
 DIGEST_BYTES = 16
-"""SHA-256 cut to 128 bits. SHA-256 has CPU instructions: measured twice as fast as BLAKE2b."""
+"""XXH3 of 128 bits: no bit was lost, flipped, zeroed or put elsewhere on the way, or it is seen but
+for a chance of 2^-128. It is no proof against who damages on purpose; whoever can write into a
+publish owns the run already. Measured at 26 GB/s from memory, where SHA-256 runs at 1.8."""
 
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "bool": 1,
@@ -59,6 +63,7 @@ class Piece:
     """The part of one tensor that one bucket carries."""
 
     name: str
+    dtype: str
     tensor_start_byte: int
     bucket_start_byte: int
     num_bytes: int
@@ -104,19 +109,13 @@ class BucketPlan:
             low = max(tensor.offset_bytes, start)
             high = min(tensor.offset_bytes + tensor.num_bytes, end)
             if low < high:
-                yield Piece(tensor.name, low - tensor.offset_bytes, low - start, high - low)
+                yield Piece(
+                    tensor.name, tensor.dtype, low - tensor.offset_bytes, low - start, high - low
+                )
 
     def mismatch(self, expected: Mapping[str, tuple[int, ...]]) -> str:
-        """The first way in which the tensors differ from the expected ones; empty if in none."""
-        planned = {tensor.name: tensor.shape for tensor in self.tensors}
-        for name in sorted(planned.keys() | expected.keys()):
-            if name not in planned:
-                return f"tensor {name} is expected but not sent"
-            if name not in expected:
-                return f"tensor {name} is sent but not expected"
-            if tuple(planned[name]) != tuple(expected[name]):
-                return f"tensor {name} is sent as {planned[name]}, expected {expected[name]}"
-        return ""
+        """What is missing, extra or of another shape than expected; empty if nothing is."""
+        return difference({tensor.name: tensor.shape for tensor in self.tensors}, expected)
 
 
 def plan_buckets(
@@ -150,11 +149,7 @@ def plan_buckets(
 
 def digest(content: bytes | NDArray[np.uint8]) -> str:
     """Hex digest of contiguous bytes; equal digests are taken as equal bytes."""
-    return (
-        hashlib.sha256(content if isinstance(content, bytes) else content.data)
-        .digest()[:DIGEST_BYTES]
-        .hex()
-    )
+    return xxhash.xxh3_128_hexdigest(content if isinstance(content, bytes) else content.data)
 
 
 def bucket_digests(plan: BucketPlan, flat: NDArray[np.uint8]) -> list[str]:

@@ -60,6 +60,7 @@ class HfForward:
         self._device = device
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
         self._model = model.to(device).eval()
+        self._spare: dict[str, torch.Tensor] = {}
         self._last_position = getattr(config, "max_position_embeddings", 2**31) - 1
         self.cache_shape = self._probe()
 
@@ -101,16 +102,22 @@ class HfForward:
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of checked tensors, in this engine's type and place."""
-        parameters = dict(self._model.named_parameters())
-        return {
-            name: tensor.detach().to(self._device, parameters[name].dtype, copy=True)
-            for name, tensor in tensors.items()
-        }
+        spare, self._spare = self._spare, {}
+        with torch.inference_mode():
+            for name, parameter in self._model.named_parameters():
+                if name not in spare:
+                    spare[name] = torch.empty_like(parameter, requires_grad=False)
+                spare[name].copy_(tensors[name])
+        return spare
 
     def install(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Use these weights from the next call on."""
         parameters = dict(self._model.named_parameters())
         for name, tensor in weights.items():
+            # On a CPU fresh pages cost several times what a copy does: the next version is
+            # written over this one. Elsewhere memory is scarce, and allocating it is not slow.
+            if self._device.type == "cpu":
+                self._spare[name] = parameters[name].data
             parameters[name].data = tensor
 
     def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor:

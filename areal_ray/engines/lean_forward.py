@@ -10,8 +10,7 @@ rearranged once when they are loaded:
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from areal_ray.engines.kv_cache import CacheShape, KVCache
-from areal_ray.engines.model_files import is_head_tied
+from areal_ray.engines.lean_weights import LeanLayout, LeanSizes, LeanWeights
 from areal_ray.engines.token_block import TokenBlock
 
 if TYPE_CHECKING:
@@ -42,80 +41,13 @@ def why_not_lean(config: "PreTrainedConfig") -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    num_layers: int
-    eps: float
-    has_qkv_bias: bool
-    has_o_bias: bool
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    is_tied: bool
-
-    @classmethod
-    def of(cls, config: "PreTrainedConfig") -> "_Sizes":
-        attention_bias = bool(getattr(config, "attention_bias", False))
-        head_dim = getattr(config, "head_dim", None)
-        return cls(
-            hidden=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-            ffn=config.intermediate_size,
-            vocab=config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            eps=config.rms_norm_eps,
-            has_qkv_bias=config.model_type == "qwen2" or attention_bias,
-            has_o_bias=config.model_type in ("llama", "qwen3") and attention_bias,
-            has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            has_qk_norm=config.model_type == "qwen3",
-            is_tied=is_head_tied(config),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's rearranged weights; linear ones as [out, in], o and down as [in, out]."""
-
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None
-    """[heads + kv_heads, head_dim]"""
-    o: Tensor
-    o_bias: Tensor | None
-    up_gate: Tensor
-    up_gate_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    input_norm: Tensor | None
-    """[hidden]; None where multiplied into qkv."""
-    post_norm: Tensor | None
-    """[hidden]; None where multiplied into up_gate."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeanWeights:
-    """A model's weights as `LeanForward` reads them; made aside, put in place between steps."""
-
-    layers: list[_Layer]
-    embedding: Tensor
-    final_norm: Tensor
-    head: Tensor
-
-
 class LeanForward:
     """Logits of the last token of each row, through an external KV cache."""
 
     def __init__(
         self, config: "PreTrainedConfig", dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._sizes = _Sizes.of(config)
+        self._sizes = LeanSizes.of(config)
         self._dtype = dtype
         self._device = device
         self._norms_are_folded = dtype == torch.float32 and device.type == "cpu"
@@ -128,7 +60,12 @@ class LeanForward:
             for size in (self._sizes.hidden, self._sizes.head_dim)
         }
         self._seen, self._hidden = torch.tensor([0.0, -math.inf], dtype=dtype, device=device)
+        self._layout = LeanLayout(
+            self._sizes, dtype, device, norms_are_folded=self._norms_are_folded
+        )
         self._weights: LeanWeights | None = None
+        self._spare: LeanWeights | None = None
+        """Of the version before, for the next one to be written over."""
         self.cache_shape = CacheShape(
             self._sizes.num_layers, self._sizes.num_kv_heads, self._sizes.head_dim
         )
@@ -164,72 +101,13 @@ class LeanForward:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> LeanWeights:
         """Rearranged copies of checked tensors; nothing of the live weights is touched."""
-
-        def get(name: str) -> Tensor:
-            # Always a copy: the caller may overwrite its buffers as soon as this returns.
-            return tensors[name].detach().to(self._device, self._dtype, copy=True)
-
-        embedding = get("model.embed_tokens.weight")
-        final_norm = get("model.norm.weight")
-        if self._norms_are_folded:
-            final_norm *= math.sqrt(self._sizes.hidden)
-        return LeanWeights(
-            layers=[self._prepare_layer(get, i) for i in range(self._sizes.num_layers)],
-            embedding=embedding,
-            final_norm=final_norm,
-            head=embedding if self._sizes.is_tied else get("lm_head.weight"),
-        )
-
-    def _prepare_layer(self, get: Callable[[str], Tensor], i: int) -> _Layer:
-        s, prefix = self._sizes, f"model.layers.{i}."
-
-        def optional(name: str, is_there: bool) -> Tensor | None:
-            return get(prefix + name) if is_there else None
-
-        def joined(names: tuple[str, ...], suffix: str, rotated: int) -> Tensor:
-            parts = [get(f"{prefix}{name}.{suffix}") for name in names]
-            parts[:rotated] = [self._interleave(part) for part in parts[:rotated]]
-            return torch.cat(parts)
-
-        qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        up_gate_names = ("mlp.up_proj", "mlp.gate_proj")
-        qkv = joined(qkv_names, "weight", rotated=2)
-        up_gate = joined(up_gate_names, "weight", rotated=0)
-        input_norm = get(prefix + "input_layernorm.weight")
-        post_norm = get(prefix + "post_attention_layernorm.weight")
-        if self._norms_are_folded:
-            root = math.sqrt(s.hidden)
-            qkv.mul_(input_norm * root)
-            up_gate.mul_(post_norm * root)
-        qk_norm = None
-        if s.has_qk_norm:
-            q_norm = self._interleave(get(prefix + "self_attn.q_norm.weight"))
-            k_norm = self._interleave(get(prefix + "self_attn.k_norm.weight"))
-            qk_norm = torch.cat((q_norm.expand(s.num_heads, -1), k_norm.expand(s.num_kv_heads, -1)))
-            if self._norms_are_folded:
-                qk_norm = qk_norm * math.sqrt(s.head_dim)
-        return _Layer(
-            qkv=qkv,
-            qkv_bias=joined(qkv_names, "bias", rotated=2) if s.has_qkv_bias else None,
-            qk_norm=qk_norm,
-            o=get(prefix + "self_attn.o_proj.weight").t(),
-            o_bias=optional("self_attn.o_proj.bias", s.has_o_bias),
-            up_gate=up_gate,
-            up_gate_bias=joined(up_gate_names, "bias", rotated=0) if s.has_mlp_bias else None,
-            down=get(prefix + "mlp.down_proj.weight").t(),
-            down_bias=optional("mlp.down_proj.bias", s.has_mlp_bias),
-            input_norm=None if self._norms_are_folded else input_norm,
-            post_norm=None if self._norms_are_folded else post_norm,
-        )
-
-    def _interleave(self, weight: Tensor) -> Tensor:
-        """Order each head's rows 0, d/2, 1, d/2 + 1, ...: rotated pairs become neighbours."""
-        half = self._sizes.head_dim // 2
-        heads = weight.reshape(-1, 2, half, *weight.shape[1:])
-        return heads.transpose(1, 2).reshape(weight.shape)
+        spare, self._spare = self._spare, None
+        return self._layout.arranged(tensors, spare)
 
     def install(self, weights: LeanWeights) -> None:
         """Use these weights from the next call on."""
+        if self._device.type == "cpu":  # elsewhere memory is scarce, and allocating it is not slow
+            self._spare = self._weights
         self._weights = weights
 
     def logits(self, block: TokenBlock, cache: KVCache) -> Tensor:

@@ -1,17 +1,21 @@
-"""Collective groups of our own under `ray.util.collective`, and tensors as the bytes they carry.
+"""Collective groups of our own under `ray.util.collective`, whose members take in bytes.
 
 Ray's GLOO group takes over the process's default torch process group, and its NCCL group needs
 CuPy; this backend owns a TCPStore and a process group apart, so a learner's own groups are left
 alone. Only bytes (uint8) travel, so every dtype does.
 
-Waits: `connect` waits for all members, `wait` for one broadcast; both end at the membership's
-deadline with a GroupBroken that says who or what was awaited.
+Members on the learner's own node are no part of the process group: they read its memory. A group
+whose members are all there has no process group at all.
+
+Waits: `connect` waits for all members, `wait` for one broadcast, `begin` and `wait_whole` for the
+learner; all end at the membership's deadline with a GroupBroken that says who or what was awaited.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +28,8 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import Backend
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from areal_ray.core.buckets import BucketPlan
 from areal_ray.runtime.membership import GroupBroken, Membership
-
-if TYPE_CHECKING:
-    from areal_ray.engines.sharding import ShardedTensor
+from areal_ray.runtime.shared_memory import Board, BoardReader
 
 BACKEND = "AREAL_BYTES"
 
@@ -36,6 +37,9 @@ _announced: dict[str, Membership] = {}
 """Ray constructs a group from its name, size and rank alone; the rest waits here for it."""
 
 _POLL_S = 0.0005
+
+_MEMORY, _WIRE = "memory", "wire"
+"""How bytes come to a member: it tells the others as it arrives."""
 
 
 def open_store() -> Any:
@@ -56,6 +60,11 @@ class BytesGroup(BaseGroup):
         self._membership = _announced.pop(group_name)
         self._store: Any = None
         self._process_group: Any = None
+        self.board: Board | None = None
+        """Of rank 0, where members on its node read its memory."""
+        self.reader: BoardReader | None = None
+        """Of a member on the node of rank 0."""
+        self._num_versions = 0
 
     @classmethod
     def backend(cls) -> str:
@@ -72,6 +81,20 @@ class BytesGroup(BaseGroup):
         """Where buffers of this group live."""
         return torch.device("cuda" if self._membership.backend == "nccl" else "cpu")
 
+    @property
+    def has_wire(self) -> bool:
+        """Whether bytes are broadcast from or to this member."""
+        return self._process_group is not None
+
+    def next_is_delta(self) -> bool:
+        """Whether the version that is sent now travels as what changed; asked once a version.
+
+        Every member counts alike: one that missed a version has left, and all join a new group.
+        So the first version in a group is whole, and whoever is in it holds the one before.
+        """
+        self._num_versions += 1
+        return self.has_wire and (self._num_versions - 1) % self._membership.full_every != 0
+
     def connect(self, store: Any) -> None:
         """Meet the other members; rank 0 gives the store that it opened.
 
@@ -84,8 +107,10 @@ class BytesGroup(BaseGroup):
         try:
             root = store or TCPStore(host, int(port), None, False, timeout, False)
             self._store = PrefixStore(member.group_name, root)
-            self._await_members(self._store, timeout)
-            self._process_group = self._new_process_group(self._store, timeout)
+            self._offer_or_read_memory(self._store, timeout)
+            wired = self._await_members(self._store, timeout)
+            if len(wired) > 1 and self.rank in wired:
+                self._process_group = self._new_process_group(self._store, timeout, wired)
         except dist.DistNetworkError as error:
             raise self._broken(f"cannot reach the learner's store at {member.address}") from error
         except RuntimeError as error:
@@ -133,15 +158,67 @@ class BytesGroup(BaseGroup):
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             process_group.abort()
+        if self.board is not None:
+            self.board.give_up()
+        if self.reader is not None:
+            self.reader.close()
         self._store = None
 
     def broadcast(self, tensor: Any, broadcast_options: Any = None) -> None:
         """Ray's signature of a broadcast from rank 0: a list of one uint8 tensor."""
         self.wait(self.post_broadcast(tensor[0]), "broadcast")
 
-    def _await_members(self, store: Any, timeout: timedelta) -> None:
+    def begin(self, version: int) -> NDArray[np.uint8]:
+        """The learner's memory into which it writes the next version, bucket after bucket.
+
+        Raises:
+            GroupBroken: The learner gave up, went away, or did not begin in time.
+        """
+        reader = self._open_reader()
+        with self._told(f"version {version}"):
+            return reader.wait_begin(version, self._membership.timeout_s)
+
+    def wait_whole(self, bucket: int, what: str) -> None:
+        """Wait until a bucket can be read in the learner's memory.
+
+        Raises:
+            GroupBroken: The learner gave up, went away, or the deadline passed.
+        """
+        reader = self._open_reader()
+        with self._told(what):
+            reader.wait_bucket(bucket, self._membership.timeout_s)
+
+    def _open_reader(self) -> BoardReader:
+        if self.reader is None:
+            raise self._broken("this member has left")
+        return self.reader
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (TimeoutError, ConnectionError) as error:
+            raise self._broken(f"{what}: {error}") from error
+
+    def _offer_or_read_memory(self, store: Any, timeout: timedelta) -> None:
+        """Find out whether this member's node is the learner's; GPU memory is not offered."""
+        if self.rank == 0:
+            if self._membership.shares_memory and self._membership.backend == "gloo":
+                self.board = Board()
+            store.set(_MEMORY, "" if self.board is None else self.board.offer)
+        elif self._membership.shares_memory:
+            try:
+                store.wait([_MEMORY], timeout)
+            except dist.DistStoreError as error:
+                limit_s = self._membership.timeout_s
+                learner = self._membership.members[0]
+                raise self._broken(f"absent after {limit_s:g} s: {learner}") from error
+            self.reader = BoardReader.of(store.get(_MEMORY).decode())
+
+    def _await_members(self, store: Any, timeout: timedelta) -> list[int]:
+        """Ranks to which bytes take the wire, rank 0 included."""
         keys = [f"here/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.rank], "")
+        store.set(keys[self.rank], _WIRE if self.reader is None else _MEMORY)
         try:
             store.wait(keys, timeout)
         except dist.DistStoreError as error:
@@ -149,17 +226,19 @@ class BytesGroup(BaseGroup):
             absent = [name for key, name in members if not store.check([key])]
             limit_s = self._membership.timeout_s
             raise self._broken(f"absent after {limit_s:g} s: {', '.join(absent)}") from error
+        return [rank for rank, key in enumerate(keys) if store.get(key) == _WIRE.encode()]
 
-    def _new_process_group(self, store: Any, timeout: timedelta) -> Any:
+    def _new_process_group(self, store: Any, timeout: timedelta, wired: list[int]) -> Any:
+        rank, size = wired.index(self.rank), len(wired)
         if self._membership.backend == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, nccl)
+            return dist.ProcessGroupNCCL(store, rank, size, nccl)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = timeout
         # By address, since a host name may resolve to one that other nodes cannot reach.
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=get_node_ip_address())]
-        return dist.ProcessGroupGloo(store, self.rank, self.world_size, gloo)
+        return dist.ProcessGroupGloo(store, rank, size, gloo)
 
     def _broken(self, reason: str) -> GroupBroken:
         name = self._membership.members[self.rank]
@@ -196,56 +275,6 @@ def leave_group(group: BytesGroup) -> None:
     """Cease to be a member; the name is not used again."""
     if ray_collective.is_group_initialized(group.group_name):
         ray_collective.destroy_collective_group(group.group_name)
-
-
-def describe(
-    weights: "Mapping[str, torch.Tensor | ShardedTensor]", dtype: str
-) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype that travels) of each tensor; `dtype` replaces floating-point ones."""
-    for name, tensor in weights.items():
-        cast = dtype and tensor.dtype.is_floating_point
-        yield name, tuple(tensor.shape), dtype if cast else str(tensor.dtype).removeprefix("torch.")
-
-
-def fill_bucket(
-    plan: BucketPlan,
-    bucket: int,
-    weights: "Mapping[str, torch.Tensor | ShardedTensor]",
-    out: torch.Tensor,
-) -> None:
-    """Copy (and cast) what a bucket carries into `out`, uint8 [bucket length]."""
-    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
-    for piece in plan.pieces(bucket):
-        dtype = getattr(torch, dtypes[piece.name])
-        target = out[piece.bucket_start_byte :][: piece.num_bytes].view(dtype)
-        first = piece.tensor_start_byte // dtype.itemsize
-        source, stop = weights[piece.name], first + target.numel()
-        if isinstance(source, torch.Tensor):
-            target.copy_(source.detach().reshape(-1)[first:stop])
-        else:
-            target.copy_(source.read(first, stop))
-
-
-def tensor_views(plan: BucketPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each tensor as a view of a flat uint8 run [total_bytes]."""
-    views = {}
-    for spec in plan.tensors:
-        span = flat[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
-        views[spec.name] = span.view(getattr(torch, spec.dtype)).view(spec.shape)
-    return views
-
-
-def flat_buffer(num_bytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """Zeroed bytes [num_bytes], so that padding is the same on every side."""
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-def write_bytes(flat: torch.Tensor, content: NDArray[np.uint8]) -> None:
-    """Copy host bytes, possibly read-only ones, into a flat run on any device."""
-    if flat.device.type == "cpu":
-        np.copyto(flat.numpy(), content)
-    else:
-        flat.copy_(torch.from_numpy(content.copy()))
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_ray.core.seeds import derive_seed
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
@@ -18,6 +19,7 @@ from areal_ray.runtime.param_sync_actor import Committed
 from areal_ray.runtime.placement import EVALUATION
 from areal_ray.runtime.run_config import EvaluationConfig
 from areal_ray.runtime.services import SyncService
+from areal_ray.runtime.weight_files import WeightFile, pin
 
 _TRIES = 3
 _UNKNOWN = -1
@@ -30,6 +32,13 @@ class Pinned:
     step: int
     """Steps done when it was pinned."""
     committed: Committed
+    pins: tuple[Path, ...] = ()
+    """What keeps its file from being removed, where it lies in one."""
+
+    def release(self) -> None:
+        """It was scored, or never will be."""
+        for pinned in self.pins:
+            pinned.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,10 @@ class EvaluationService:
     async def pin(self, step: int) -> None:
         """Queue the version that is committed now; its weights are kept until it was scored."""
         assert self._sync is not None, "without training there is only one version"
-        await self._waiting.put(Pinned(step, await self._sync.committed()))
+        committed = await self._sync.committed()
+        files = [file for file in committed.snapshot if isinstance(file, WeightFile)]
+        pins = tuple(pin(file) for file in files)
+        await self._waiting.put(Pinned(step, committed, pins))
 
     async def finish(self) -> None:
         """No version will be pinned any more."""
@@ -127,6 +139,7 @@ class EvaluationService:
         """Pinned versions in order, until finish()."""
         while (pinned := await self._waiting.get()) is not None:
             yield pinned
+            pinned.release()
 
     async def score(self, pinned: Pinned) -> EvaluationResult:
         """Every held-out task, `n_samples` times, under the pinned version.

@@ -34,6 +34,7 @@ from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.pair_source import PairSource
 from areal_ray.runtime.sft_source import SftSource
+from areal_ray.runtime.weight_files import WeightFile
 
 if TYPE_CHECKING:  # torch is imported where the actor runs, not in the driver that spawns it
     from areal_ray.engines.process_group import Rendezvous
@@ -63,6 +64,8 @@ class LearnerSetup:
     """Checkpoint folder, of which optimizer and adapters are restored; empty = a fresh start."""
     journal: str = ""
     """Folder of the run's journal."""
+    versions: str = ""
+    """Folder that snapshots of the weights are written to; empty = they are handed out as bytes."""
     sft: SftConfig | None = None
     pairs: PairTask | None = None
     distillation: OfflineDistillationConfig | None = None
@@ -144,7 +147,8 @@ class LearnerActor:
         )
         if setup.resume_from:
             self._engine.load(Path(setup.resume_from))
-        self._sender = WeightSender(self._engine.weights)
+        versions = Path(setup.versions) if setup.versions else None
+        self._sender = WeightSender(self._engine.weights, versions)
         share: dict[str, Any] = {
             "roots": setup.import_roots,
             "seed": setup.seed,
@@ -255,8 +259,10 @@ class LearnerActor:
         finally:
             self._ready().release_weights()
 
-    async def weights_snapshot(self, plan: BucketPlan, version: int) -> NDArray[np.uint8]:
-        """The sealed bytes of a version sent before."""
+    async def weights_snapshot(
+        self, plan: BucketPlan, version: int
+    ) -> NDArray[np.uint8] | WeightFile:
+        """The sealed bytes of a version sent before, or the file they were written to."""
         return await self._on(self._transfers, self._sends().snapshot, plan, version)
 
     # Looking in

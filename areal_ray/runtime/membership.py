@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from areal_ray.errors import PublishError
+from areal_ray.runtime.weights_config import WeightsConfig
 
 
 class GroupBroken(PublishError):
@@ -27,8 +28,24 @@ class Membership:
     backend: Literal["gloo", "nccl"]
     timeout_s: float
     """Bound of every wait inside the group."""
+    shares_memory: bool = True
+    """Members on the learner's node read its memory; the bytes do not take the wire to them."""
+    full_every: int = 1
+    """Over the wire every so many versions travel whole, the others as what has changed."""
     address: str = ""
     """host:port of the learner's rendezvous store; empty asks rank 0 to open it and answer."""
+
+    @classmethod
+    def of(cls, group_name: str, members: tuple[str, ...], config: WeightsConfig) -> "Membership":
+        """Of the members that a recipe's settings let publish to each other."""
+        return cls(
+            group_name,
+            members,
+            config.backend,
+            config.timeout_s,
+            config.shares_memory,
+            config.full_every,
+        )
 
     def at(self, address: str) -> "Membership":
         """The same group with its meeting point known."""

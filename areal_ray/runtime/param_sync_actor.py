@@ -22,6 +22,7 @@ from areal_ray.errors import ArealRayError, DeadlineExceeded, PublishError
 from areal_ray.runtime.answers import Answers, ask, ask_all
 from areal_ray.runtime.membership import Membership, NoReplicaLeft
 from areal_ray.runtime.roster import Roster
+from areal_ray.runtime.weight_files import WeightFile
 from areal_ray.runtime.weights_config import WeightsConfig
 
 _GRACE_S = 3.0
@@ -61,7 +62,8 @@ class Committed:
     plan: BucketPlan | None = None
     """None where nothing was published: the model on disk is this version."""
     snapshot: tuple[Any, ...] = ()
-    """The one ObjectRef of the sealed bytes, nested so that Ray passes it on unread; or empty."""
+    """The one ObjectRef of the sealed bytes, nested so that Ray passes it on unread, or the one
+    WeightFile; or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class ParamSyncActor:
         self._enter("join")
         self._membership = None
         name = f"weights-{uuid4().hex[:12]}"
-        membership = Membership(name, members, self._config.backend, self._config.timeout_s)
+        membership = Membership.of(name, members, self._config)
         if not self._address:
             address = await self._ask_learner("weights_join", membership, 0)
             if not address:
@@ -269,10 +271,10 @@ class ParamSyncActor:
         return {name: float(answers.good[name]) for name in staged if name in answers.good}
 
     async def _snapshot(self, plan: BucketPlan, version: int) -> Any:
-        """Reference to the sealed bytes; returned by the learner's call, so owned here."""
+        """Reference to the sealed bytes, as returned by the learner: owned here. Or a file."""
         payload = self._learner.weights_snapshot.remote(plan, version)
-        await ask(LEARNER, payload, "weights_snapshot", self._limit_s)
-        return payload
+        answer = await ask(LEARNER, payload, "weights_snapshot", self._limit_s)
+        return answer if isinstance(answer, WeightFile) else payload
 
     async def _snapshot_or_abandon(self, plan: BucketPlan, version: int) -> Any:
         try:

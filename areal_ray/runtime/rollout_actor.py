@@ -35,6 +35,7 @@ from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.outbox import Outbox
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.turn_wire import Collected
+from areal_ray.runtime.weight_files import WeightFile
 
 T = TypeVar("T")
 
@@ -66,6 +67,8 @@ def build_engine(
 
 
 def _fetched(reference: Any, what: str) -> Any:
+    if isinstance(reference, WeightFile):
+        return reference
     try:
         return ray.get(reference, timeout=_CATCH_UP_S)
     except GetTimeoutError as error:
@@ -220,9 +223,10 @@ class RolloutActor:
         Args:
             plan: How the bytes are laid out.
             version: What they become.
-            payload: The one reference to them, in a list so that Ray passes it on unread.
+            payload: The one reference to them, in a list so that Ray passes it on unread; or the
+                one file.
         """
-        buffer = await payload[0]
+        buffer = payload[0] if isinstance(payload[0], WeightFile) else await payload[0]
         return await self._in_order(self._receiver.stage_payload, plan, version, buffer)
 
     async def weights_swap(self, version: int) -> float:

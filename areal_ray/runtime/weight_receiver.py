@@ -5,6 +5,7 @@ either take what was staged (to swap it in) or discard it. A late joiner stages 
 object store instead. Staging memory is one copy of the model.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan, digest, verify
+from areal_ray.core.weight_delta import encoded_bytes, unit_bytes
+from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
 from areal_ray.runtime.membership import GroupBroken, Membership
+from areal_ray.runtime.weight_files import WeightFile, read_version
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_IN_FLIGHT = 2
+"""Buckets awaited at once."""
 
 
 class WeightReceiver:
@@ -27,7 +34,10 @@ class WeightReceiver:
         """What to expect: name and shape of each tensor."""
         self._expected = {name: tuple(shape) for name, shape in expected.items()}
         self._group: collective.BytesGroup | None = None
-        self._buffer: Tensor | None = None
+        self._buffer: tuple[str, Tensor] | None = None
+        """Staging memory, and for which plan and device: one plan's padding is another's tensor."""
+        self._held: int | None = None
+        """The version whose bytes the staging memory holds whole, live or not."""
         self._staged: tuple[int, BucketPlan, Tensor] | None = None
         self._accepted_plan = ""
 
@@ -35,6 +45,11 @@ class WeightReceiver:
     def staged_version(self) -> int | None:
         """The version in staging memory, if one is whole there."""
         return None if self._staged is None else self._staged[0]
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether this group's weights come out of the learner's memory, not over the wire."""
+        return self._group is not None and self._group.reader is not None
 
     def join(self, membership: Membership, rank: int) -> str:
         """Leave any group and meet the members of this one; the address of its store.
@@ -44,7 +59,7 @@ class WeightReceiver:
         """
         self.leave()
         # A stage() of the old group may still be writing into the old buffer.
-        self._buffer = None
+        self._buffer = self._held = None
         self._group = collective.join_group(membership, rank)
         return membership.address
 
@@ -65,10 +80,14 @@ class WeightReceiver:
         try:
             self._accept(plan)
             buffer = self._staging(plan, group.device)
-            digests = _receive_buckets(plan, group, buffer)
+            base, self._held = self._held, None
+            if group.next_is_delta():
+                digests = _receive_changes(plan, group, buffer, base)
+            else:
+                digests = _receive_buckets(plan, group, buffer, version)
             if group is not self._group:
                 raise GroupBroken(f"version {version}: the group was replaced while staging")
-            self._staged = (version, plan, buffer)
+            self._held, self._staged = version, (version, plan, buffer)
         finally:
             # The others must not wait until the deadline for a member that gave up.
             if self._staged is None and group is self._group:
@@ -76,21 +95,27 @@ class WeightReceiver:
         return digests
 
     def stage_payload(
-        self, plan: BucketPlan, version: int, payload: NDArray[np.uint8]
+        self, plan: BucketPlan, version: int, payload: NDArray[np.uint8] | WeightFile
     ) -> list[str]:
-        """Stage a sealed payload (see core.buckets); its digests, each checked.
+        """Stage a sealed payload (see core.buckets) or a file; its digests, each checked.
 
         Raises:
             PublishError: The payload is not this version of this model, or is damaged.
         """
         self.discard()
         self._accept(plan)
-        try:
-            digests = verify(plan, payload, version)
-        except ValueError as error:
-            raise PublishError(f"snapshot of version {version}: {error}") from error
+        self._held = None
         buffer = self._staging(plan)
-        collective.write_bytes(buffer, payload[: plan.total_bytes])
+        if isinstance(payload, WeightFile):
+            if payload.version != version:
+                raise PublishError(f"{payload.path}: holds not version {version}. Publish again")
+            digests = read_version(payload, plan, buffer.numpy())
+        else:
+            try:
+                digests = verify(plan, payload, version)
+            except ValueError as error:
+                raise PublishError(f"snapshot of version {version}: {error}") from error
+            tensor_bytes.write_bytes(buffer, payload[: plan.total_bytes])
         self._staged = (version, plan, buffer)
         return digests
 
@@ -105,7 +130,7 @@ class WeightReceiver:
             raise PublishError(f"swap to version {version}: staged is {held}. Stage it first")
         _, plan, buffer = self._staged
         self._staged = None
-        return collective.tensor_views(plan, buffer)
+        return tensor_bytes.tensor_views(plan, buffer)
 
     def discard(self) -> None:
         """Forget what was staged."""
@@ -126,19 +151,64 @@ class WeightReceiver:
         self._accepted_plan = plan.digest
 
     def _staging(self, plan: BucketPlan, device: Any = None) -> "Tensor":
-        if self._buffer is None or self._buffer.numel() != plan.total_bytes:
-            self._buffer = collective.flat_buffer(plan.total_bytes, device)
-        return self._buffer
+        key = f"{plan.digest} {device or 'cpu'}"
+        if self._buffer is None or self._buffer[0] != key:
+            self._buffer = None  # before its successor is made
+            self._buffer = (key, tensor_bytes.flat_buffer(plan.total_bytes, device))
+        return self._buffer[1]
 
 
-def _receive_buckets(plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor") -> list[str]:
-    """One bucket is hashed while the next is on the wire."""
+def _receive_buckets(
+    plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", version: int
+) -> list[str]:
+    """Digests of the buckets, each taken while the next one is under way."""
+    if group.reader is not None:
+        return _read_buckets(plan, group, buffer, version)
     slices = [buffer[slice(*plan.bounds(bucket))] for bucket in range(plan.num_buckets)]
     digests: list[str] = []
-    posted = group.post_broadcast(slices[0]) if slices else None
+    posted = deque(group.post_broadcast(part) for part in slices[:_IN_FLIGHT])
     for bucket, arrived in enumerate(slices):
-        group.wait(posted, f"bucket {bucket} of {plan.num_buckets}")
-        if bucket + 1 < len(slices):
-            posted = group.post_broadcast(slices[bucket + 1])
+        group.wait(posted.popleft(), f"bucket {bucket} of {plan.num_buckets}")
+        posted.extend(map(group.post_broadcast, slices[bucket + _IN_FLIGHT :][:1]))
         digests.append(digest(arrived.cpu().numpy()))
+    return digests
+
+
+def _receive_changes(
+    plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", base: int | None
+) -> list[str]:
+    """Digests of the buckets, after what changed was put over the version before."""
+    header = tensor_bytes.flat_buffer(8 * (1 + plan.num_buckets), group.device)
+    group.wait(group.post_broadcast(header), "counts of what changed")
+    sent_base, *counts = header.cpu().numpy().view(np.int64).tolist()
+    if sent_base != base:
+        raise PublishError(
+            f"the learner sends what changed since version {sent_base}, but this replica holds "
+            f"{'none' if base is None else f'version {base}'}; it must be sent a whole one first"
+        )
+    lengths = encoded_bytes(plan, counts)
+    body = tensor_bytes.flat_buffer(sum(lengths), group.device)
+    if len(body):
+        group.wait(group.post_broadcast(body), "what changed")
+    digests: list[str] = []
+    end = 0
+    for bucket, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        encoded, end = body[end : end + length], end + length
+        part = buffer[slice(*plan.bounds(bucket))]
+        tensor_bytes.apply_changes(part, count, encoded, unit_bytes(plan))
+        digests.append(digest(part.cpu().numpy()))
+    return digests
+
+
+def _read_buckets(
+    plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", version: int
+) -> list[str]:
+    """The same out of the memory of a learner on this node."""
+    source = group.begin(version)
+    digests: list[str] = []
+    for bucket in range(plan.num_buckets):
+        group.wait_whole(bucket, f"bucket {bucket} of {plan.num_buckets}")
+        part = slice(*plan.bounds(bucket))
+        tensor_bytes.write_bytes(buffer[part], source[part])
+        digests.append(digest(buffer[part].numpy()))
     return digests

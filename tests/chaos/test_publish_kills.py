@@ -12,7 +12,6 @@ import ray
 from areal_ray.errors import PublishError
 from areal_ray.runtime.membership import NoReplicaLeft
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
-from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import LearnerStandIn, tensors
 from tests.support.weight_crew import PATIENCE_S, WeightCrew, answer, assert_live
 
@@ -26,9 +25,11 @@ HANG_BOUND_S = TIMEOUT_S + 3.0 + 5.0
 """Deadline, grace, and what a loaded machine adds."""
 
 
-@pytest.fixture(scope="module")
-def crew(ray_session: None) -> Iterator[WeightCrew]:
-    with WeightCrew(3, shapes=BROAD, bucket_bytes=65536, timeout_s=TIMEOUT_S) as crew:
+@pytest.fixture(scope="module", params=["memory", "wire"])
+def crew(ray_session: None, request: pytest.FixtureRequest) -> Iterator[WeightCrew]:
+    """Replicas on the learner's node, or as on other nodes."""
+    how = {"bucket_bytes": 65536, "shares_memory": request.param == "memory"}
+    with WeightCrew(3, shapes=BROAD, timeout_s=TIMEOUT_S, **how) as crew:
         yield crew
 
 
@@ -162,7 +163,7 @@ def test_a_learner_that_halts_is_named_in_bounded_time_and_may_publish_later(
 def test_a_learner_killed_while_sending_leaves_everyone_at_the_old_version(
     crew: WeightCrew,
 ) -> None:
-    sync = crew.spawn(ParamSyncActor, WeightsConfig(timeout_s=TIMEOUT_S, bucket_bytes=65536))
+    sync = crew.spawn(ParamSyncActor, crew.config)
     learner = crew.spawn(LearnerStandIn, BROAD)
     pid = crew.pid(learner)
     ray.get(sync.set_members.remote(learner, crew.replicas))

@@ -118,7 +118,7 @@ def test_a_replica_of_another_model_is_set_aside_with_the_tensor_named(crew: Wei
     crew.enlist(**crew.replicas, other=other)
     report = crew.publish(version)
     reason = report.quarantined["other"]
-    assert "tensor embed is sent as (11, 8), expected (8, 11)" in reason
+    assert "1 tensor is of another shape: embed is sent as (11, 8), expected (8, 11)" in reason
     crew.assert_holds("rollout-1", version)
     assert ray.get(other.live.remote())[0] == 0
     crew.enlist()

@@ -10,6 +10,8 @@ import os
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.runtime.membership import Membership
+from areal_ray.runtime.weight_files import WeightFile
 from areal_ray.runtime.weight_receiver import WeightReceiver
 from areal_ray.runtime.weight_sender import WeightSender
 
@@ -41,11 +44,11 @@ def tensors(shapes: Shapes, seed: int, dtype: str = "float32") -> dict[str, torc
 class LearnerStandIn:
     """Rank 0 of a learner that trains by being told."""
 
-    def __init__(self, shapes: Shapes, dtype: str = "float32") -> None:
+    def __init__(self, shapes: Shapes, dtype: str = "float32", folder: str = "") -> None:
         torch.set_num_threads(1)
         self._shapes, self._dtype = shapes, dtype
         self._live = tensors(shapes, 0, dtype)
-        self._sender = WeightSender(lambda: self._live)
+        self._sender = WeightSender(lambda: self._live, Path(folder) if folder else None)
         self._pool = ThreadPoolExecutor(1)
 
     async def train(self, seed: int) -> None:
@@ -57,6 +60,18 @@ class LearnerStandIn:
         """Start over with weights of another dtype."""
         self._dtype = dtype
         self._live = tensors(self._shapes, 0, dtype)
+
+    async def nudge(self, name: str, index: int, value: float) -> None:
+        """One element of one weight becomes another."""
+        self._live[name].view(-1)[index] = value
+
+    async def scatter(self, share: float, seed: int) -> None:
+        """This share of the elements, anywhere, become others."""
+        draws = np.random.default_rng(seed)
+        for tensor in self._live.values():
+            count = round(share * tensor.numel())
+            where = torch.from_numpy(draws.integers(0, max(tensor.numel(), 1), count))
+            tensor.view(-1)[where] = torch.from_numpy(draws.normal(size=count)).to(tensor.dtype)
 
     async def replace(self, name: str, tensor: torch.Tensor) -> None:
         """One weight becomes another tensor, whatever its strides."""
@@ -87,7 +102,9 @@ class LearnerStandIn:
     async def weights_send(self, plan: BucketPlan, version: int) -> list[str]:
         return await self._in_order(self._sender.send, plan, version)
 
-    async def weights_snapshot(self, plan: BucketPlan, version: int) -> NDArray[np.uint8]:
+    async def weights_snapshot(
+        self, plan: BucketPlan, version: int
+    ) -> NDArray[np.uint8] | WeightFile:
         return self._sender.snapshot(plan, version)
 
     async def _in_order(self, function: Any, *args: Any) -> Any:
@@ -104,16 +121,27 @@ class ReplicaStandIn:
         self._receiver = WeightReceiver(shapes)
         self._pool = ThreadPoolExecutor(1)
         self._fault = ""
+        self._is_elsewhere = False
         if sync is not None:
             committed = ray.get(sync.committed.remote(), timeout=20)
             if committed.snapshot:
-                payload = ray.get(committed.snapshot[0], timeout=20)
+                payload = committed.snapshot[0]
+                if not isinstance(payload, WeightFile):
+                    payload = ray.get(payload, timeout=20)
                 self._receiver.stage_payload(committed.plan, committed.version, payload)
                 self._swap(committed.version)
 
     async def fail_at(self, fault: str) -> None:
         """`die` or `stop` when asked to stage, `flip` a byte once, `break` in the swap."""
         self._fault = fault
+
+    async def damage(self, name: str) -> None:
+        """A bit flips in the memory that the last version came into; what is live stays whole."""
+        self._taken[name].view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+    async def move(self, elsewhere: bool) -> None:
+        """From now on behave as on another node than the learner's, or as on the same."""
+        self._is_elsewhere = elsewhere
 
     async def live(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Version and a copy of the live weights."""
@@ -125,10 +153,16 @@ class ReplicaStandIn:
     async def sockets(self) -> int:
         return _sockets()
 
+    async def reads_memory(self) -> bool:
+        """Whether weights come out of the learner's memory, not over the wire."""
+        return self._receiver.reads_memory
+
     async def incarnation(self) -> str:
         return self._incarnation
 
     async def weights_join(self, membership: Membership, rank: int) -> str:
+        if self._is_elsewhere:
+            membership = replace(membership, shares_memory=False)
         return await self._in_order(self._receiver.join, membership, rank)
 
     async def weights_stage(self, plan: BucketPlan, version: int) -> list[str]:
@@ -145,7 +179,7 @@ class ReplicaStandIn:
     async def weights_load(
         self, plan: BucketPlan, version: int, payload: Sequence[Any]
     ) -> list[str]:
-        buffer = await payload[0]
+        buffer = payload[0] if isinstance(payload[0], WeightFile) else await payload[0]
         return await self._in_order(self._receiver.stage_payload, plan, version, buffer)
 
     async def weights_swap(self, version: int) -> float:
@@ -160,7 +194,7 @@ class ReplicaStandIn:
         return -1 if staged is None else staged
 
     def _swap(self, version: int) -> float:
-        fresh = self._receiver.take(version)
+        fresh = self._taken = self._receiver.take(version)
         for index, (name, tensor) in enumerate(fresh.items()):
             if self._fault == "break" and index == 1:
                 raise RuntimeError("device lost while loading")

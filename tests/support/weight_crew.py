@@ -27,13 +27,13 @@ class WeightCrew:
     ) -> None:
         """`weights` are further keys of WeightsConfig."""
         self.shapes = shapes
-        self._config = WeightsConfig(timeout_s=timeout_s, **weights)
+        self.config = WeightsConfig(timeout_s=timeout_s, **weights)
         self._names = [f"rollout-{index}" for index in range(replicas)]
         self._spawned: list[Any] = []
         self._stopped_pids: list[int] = []
 
     def __enter__(self) -> "WeightCrew":
-        self.sync = self.spawn(ParamSyncActor, self._config)
+        self.sync = self.spawn(ParamSyncActor, self.config)
         self.learner = self.spawn(LearnerStandIn, self.shapes)
         self.replicas = {name: self.replica() for name in self._names}
         self.enlist()

@@ -140,16 +140,28 @@ def test_a_wrong_plan_is_refused_with_the_tensor_and_the_reason() -> None:
             plan_buckets([], bucket_bytes)
 
 
-def test_the_first_difference_to_the_expected_tensors_is_named() -> None:
+def test_the_differences_to_the_expected_tensors_are_named() -> None:
     plan = plan_buckets([("a", (2, 3), "float32"), ("b", (1,), "float32")], 16)
     assert plan.mismatch({"a": (2, 3), "b": (1,)}) == ""
-    assert plan.mismatch({"a": (3, 2), "b": (1,)}) == (
-        "tensor a is sent as (2, 3), expected (3, 2)"
+    assert plan.mismatch({"a": (3, 2), "c": ()}) == (
+        "1 tensor is expected but not sent: c; 1 tensor is sent but not expected: b; "
+        "1 tensor is of another shape: a is sent as (2, 3), expected (3, 2)"
     )
-    assert plan.mismatch({"a": (2, 3)}) == "tensor b is sent but not expected"
-    assert plan.mismatch({"a": (2, 3), "b": (1,), "c": ()}) == "tensor c is expected but not sent"
 
 
-def test_digest_is_sha256_cut_to_sixteen_bytes() -> None:
-    assert digest(b"abc") == "ba7816bf8f01cfea414140de5dae2223"
+def test_digest_is_xxh3_of_128_bits() -> None:
+    # The test vectors of the reference implementation: nothing, and "abc".
+    assert digest(b"") == "99aa06d3014798d86001c324468d497f"
+    assert digest(b"abc") == "06b05ab6733a618578af5f94892f3950"
     assert digest(np.frombuffer(b"abc", np.uint8)) == digest(b"abc")
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_a_flipped_bit_a_swap_and_a_zeroed_span_change_the_digest(content, draw) -> None:
+    before = digest(content)
+    flipped = bytearray(content)
+    flipped[draw.draw(st.integers(0, len(content) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
+    assert digest(bytes(flipped)) != before
+    cut = draw.draw(st.integers(0, len(content)))
+    for other in (content[cut:] + content[:cut], bytes(cut) + content[cut:]):
+        assert (digest(other) == before) == (other == content)

@@ -1,0 +1,225 @@
+"""The weights of `LeanForward`: a checkpoint's tensors, rearranged once when they are loaded.
+
+Each tensor is read once and written once into its place. Where memory of an earlier version is
+given, that is written to: fresh pages cost a CPU five times what the copy itself does.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from areal_ray.engines.model_files import is_head_tied
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_UP_GATE = ("mlp.up_proj", "mlp.gate_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class LeanSizes:
+    """What of a model's config its weights depend on."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    num_layers: int
+    eps: float
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+
+    @classmethod
+    def of(cls, config: "PreTrainedConfig") -> "LeanSizes":
+        """Those of a model of the family."""
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        head_dim = getattr(config, "head_dim", None)
+        return cls(
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+            ffn=config.intermediate_size,
+            vocab=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            eps=config.rms_norm_eps,
+            has_qkv_bias=config.model_type == "qwen2" or attention_bias,
+            has_o_bias=config.model_type in ("llama", "qwen3") and attention_bias,
+            has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            has_qk_norm=config.model_type == "qwen3",
+            is_tied=is_head_tied(config),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeanLayer:
+    """One layer's rearranged weights; linear ones as [out, in], o and down as [in, out]."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[heads + kv_heads, head_dim]"""
+    o: Tensor
+    o_bias: Tensor | None
+    up_gate: Tensor
+    up_gate_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    input_norm: Tensor | None
+    """[hidden]; None where multiplied into qkv."""
+    post_norm: Tensor | None
+    """[hidden]; None where multiplied into up_gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeanWeights:
+    """A model's weights as `LeanForward` reads them; made aside, put in place between steps."""
+
+    layers: list[LeanLayer]
+    embedding: Tensor
+    final_norm: Tensor
+    head: Tensor
+    blocks: list[Tensor]
+    """The memory of all of these, in the order it was taken."""
+
+
+class _Room:
+    """Memory for the tensors of one version: of a version no longer in use, or fresh."""
+
+    def __init__(self, spare: LeanWeights | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._spare = list(reversed(spare.blocks)) if spare is not None else []
+        self._dtype = dtype
+        self._device = device
+        self.blocks: list[Tensor] = []
+
+    def take(self, *shape: int) -> Tensor:
+        """A tensor to be written; of the same shapes in the same order for every version."""
+        if self._spare:
+            block = self._spare.pop()
+        else:
+            block = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self.blocks.append(block)
+        return block
+
+    def copy(self, source: Tensor) -> Tensor:
+        """The source in the engine's type and place."""
+        return self.take(*source.shape).copy_(source)
+
+
+class LeanLayout:
+    """How a checkpoint's tensors become `LeanWeights`."""
+
+    def __init__(
+        self, sizes: LeanSizes, dtype: torch.dtype, device: torch.device, *, norms_are_folded: bool
+    ) -> None:
+        """`norms_are_folded`: a norm's weight is multiplied into the projection that follows it."""
+        self._sizes = sizes
+        self._dtype = dtype
+        self._device = device
+        self._norms_are_folded = norms_are_folded
+
+    def arranged(self, tensors: Mapping[str, Tensor], spare: LeanWeights | None) -> LeanWeights:
+        """Copies of checked tensors, in memory of their own.
+
+        Args:
+            tensors: May be overwritten as soon as this returns.
+            spare: A version made before that nothing reads any more; its memory is reused.
+        """
+        with torch.inference_mode():
+            room = _Room(spare, self._dtype, self._device)
+            embedding = room.copy(tensors["model.embed_tokens.weight"])
+            final_norm = room.copy(tensors["model.norm.weight"])
+            if self._norms_are_folded:
+                final_norm *= math.sqrt(self._sizes.hidden)
+            is_tied = self._sizes.is_tied
+            return LeanWeights(
+                layers=[self._layer(tensors, room, i) for i in range(self._sizes.num_layers)],
+                embedding=embedding,
+                final_norm=final_norm,
+                head=embedding if is_tied else room.copy(tensors["lm_head.weight"]),
+                blocks=room.blocks,
+            )
+
+    def _layer(self, tensors: Mapping[str, Tensor], room: _Room, i: int) -> LeanLayer:
+        s, prefix = self._sizes, f"model.layers.{i}."
+
+        def get(name: str) -> Tensor:
+            return tensors[prefix + name].detach()
+
+        def optional(name: str, is_there: bool) -> Tensor | None:
+            return room.copy(get(name)) if is_there else None
+
+        qkv_parts = [get(f"{name}.weight") for name in _QKV]
+        up_gate_parts = [get(f"{name}.weight") for name in _UP_GATE]
+        input_norm = get("input_layernorm.weight")
+        post_norm = get("post_attention_layernorm.weight")
+        before_qkv = before_up_gate = None
+        if self._norms_are_folded:
+            root = math.sqrt(s.hidden)
+            before_qkv = input_norm.to(self._dtype) * root
+            before_up_gate = post_norm.to(self._dtype) * root
+        qkv_bias = up_gate_bias = None
+        if s.has_qkv_bias:
+            qkv_bias = self._joined([get(f"{name}.bias") for name in _QKV], room, rotated=2)
+        if s.has_mlp_bias:
+            up_gate_bias = self._joined([get(f"{name}.bias") for name in _UP_GATE], room)
+        return LeanLayer(
+            qkv=self._joined(qkv_parts, room, rotated=2, factor=before_qkv),
+            qkv_bias=qkv_bias,
+            qk_norm=self._qk_norm(get, room) if s.has_qk_norm else None,
+            o=room.copy(get("self_attn.o_proj.weight")).t(),
+            o_bias=optional("self_attn.o_proj.bias", s.has_o_bias),
+            up_gate=self._joined(up_gate_parts, room, factor=before_up_gate),
+            up_gate_bias=up_gate_bias,
+            down=room.copy(get("mlp.down_proj.weight")).t(),
+            down_bias=optional("mlp.down_proj.bias", s.has_mlp_bias),
+            input_norm=None if self._norms_are_folded else room.copy(input_norm),
+            post_norm=None if self._norms_are_folded else room.copy(post_norm),
+        )
+
+    def _joined(
+        self, parts: list[Tensor], room: _Room, rotated: int = 0, factor: Tensor | None = None
+    ) -> Tensor:
+        """Parts one below the other, the first `rotated` interleaved, rows times a factor [in]."""
+        joined = room.take(sum(len(part) for part in parts), *parts[0].shape[1:])
+        targets = torch.split(joined, [len(part) for part in parts])
+        for index, (source, target) in enumerate(zip(parts, targets, strict=True)):
+            if index < rotated:
+                source, target = self._pairs_apart(source), self._pairs_side_by_side(target)
+            if factor is None:
+                target.copy_(source)
+            else:
+                torch.mul(source, factor, out=target)
+        return joined
+
+    def _qk_norm(self, get: Callable[[str], Tensor], room: _Room) -> Tensor:
+        """[heads + kv_heads, head_dim] norm weights, one row a head."""
+        s = self._sizes
+        made = room.take(s.num_heads + s.num_kv_heads, s.head_dim)
+        weight = torch.empty(s.head_dim, dtype=self._dtype, device=self._device)
+        for name, rows in (("q", slice(s.num_heads)), ("k", slice(s.num_heads, None))):
+            source = get(f"self_attn.{name}_norm.weight")
+            self._pairs_side_by_side(weight).copy_(self._pairs_apart(source))
+            made[rows] = weight
+        if self._norms_are_folded:
+            made *= math.sqrt(s.head_dim)
+        return made
+
+    def _pairs_apart(self, weight: Tensor) -> Tensor:
+        """[heads, half, 2, ...] view of rows 0, d/2, 1, d/2 + 1, ... of each head in turn."""
+        half = self._sizes.head_dim // 2
+        return weight.reshape(-1, 2, half, *weight.shape[1:]).transpose(1, 2)
+
+    def _pairs_side_by_side(self, weight: Tensor) -> Tensor:
+        """[heads, half, 2, ...] view of rows 0, 1, 2, 3, ... of each head in turn."""
+        return weight.view(-1, self._sizes.head_dim // 2, 2, *weight.shape[1:])
