@@ -7,6 +7,7 @@ last committed weights before it answers.
 """
 
 import asyncio
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class RolloutHealth:
     name: str
     incarnation: str
     engine: EngineHealth
+    pid: int = 0
 
 
 def build_engine(
@@ -248,7 +250,7 @@ class RolloutActor:
 
     async def health(self) -> RolloutHealth:
         """The engine's account of itself."""
-        return RolloutHealth(self._name, self._incarnation, self._engine.health())
+        return RolloutHealth(self._name, self._incarnation, self._engine.health(), os.getpid())
 
     async def version(self) -> int:
         """Version that the next token will carry."""
