@@ -2,8 +2,8 @@
 
     python -m benchmarks.streaming [--quick] [--json FILE]
 
-One real replica with the demo's model and one consumer in this process, over Ray. Each round samples
-the same turns without streams, then with, so that the ratio tells what streaming costs. A chunk is
+One real replica with the demo's model and one consumer in this process, over Ray. Each round
+samples the same turns without streams, then with: the ratio tells what streaming costs. A chunk is
 what one turn got in one message; while the consumer is at work further steps join the next message,
 so tokens count more than chunks do. The second consumer of the last load takes nothing at all.
 Processor time is that of the replica's process while it is paused with turns under way, Ray's own

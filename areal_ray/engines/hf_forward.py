@@ -61,6 +61,7 @@ class HfForward:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
         self._model = model.to(device).eval()
         self._spare: dict[str, torch.Tensor] = {}
+        self._prepared: dict[str, torch.Tensor] = {}
         self._last_position = getattr(config, "max_position_embeddings", 2**31) - 1
         self.cache_shape = self._probe()
 
@@ -103,22 +104,24 @@ class HfForward:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of checked tensors, in this engine's type and place."""
         spare, self._spare = self._spare, {}
+        parameters = dict(self._model.named_parameters())
         with torch.inference_mode():
-            for name, parameter in self._model.named_parameters():
+            for name, tensor in tensors.items():
                 if name not in spare:
-                    spare[name] = torch.empty_like(parameter, requires_grad=False)
-                spare[name].copy_(tensors[name])
+                    spare[name] = torch.empty_like(parameters[name], requires_grad=False)
+                spare[name].copy_(tensor)
         return spare
 
     def install(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Use these weights from the next call on."""
         parameters = dict(self._model.named_parameters())
         for name, tensor in weights.items():
-            # On a CPU fresh pages cost several times what a copy does: the next version is
-            # written over this one. Elsewhere memory is scarce, and allocating it is not slow.
-            if self._device.type == "cpu":
-                self._spare[name] = parameters[name].data
             parameters[name].data = tensor
+        # On a CPU fresh pages cost several times what a copy does: the next version is written over
+        # the one before this. Elsewhere memory is scarce, and allocating it is not slow. What was
+        # loaded is no such version: adapters are added to it.
+        if self._device.type == "cpu":
+            self._spare, self._prepared = self._prepared, dict(weights)
 
     def logits(self, block: TokenBlock, cache: KVCache) -> torch.Tensor:
         """[m, vocabulary] after each row's last token; the cache then holds the new tokens.
