@@ -130,7 +130,7 @@ def _torch_optimizer(
     Raises:
         EngineError: Its package is missing, or cannot work where the parameters are.
     """
-    how = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    how: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     devices = {p.device.type for group in groups for p in group["params"]}
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **how, fused=devices <= {"cpu", "cuda"})
@@ -140,7 +140,7 @@ def _torch_optimizer(
             "must be adamw there."
         )
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
     except ImportError as error:
         raise EngineError(
             f"optimizer.name: {config.name} needs the package bitsandbytes ({error}). Install "
