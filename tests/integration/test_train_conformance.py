@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from areal_ray.engines.train_config import FsdpConfig, TorchTrainConfig
-from tests.support.train_conformance import TIMEOUT_S, Layout, assert_same, run_layouts
+from tests.support.train_conformance import (
+    PATIENCE_S,
+    TIMEOUT_S,
+    Layout,
+    assert_same,
+    run_layouts,
+)
+
+pytestmark = pytest.mark.timeout(PATIENCE_S + 60)
 
 HOW = {"max_tokens_per_mb": 80, "collective_timeout_s": TIMEOUT_S}
 HALF = Layout(
@@ -18,8 +26,8 @@ HALF = Layout(
 )
 LAYOUTS = (
     Layout("torch 1", TorchTrainConfig(**HOW)),
-    Layout("torch 2", TorchTrainConfig(**HOW), 2, resumes="torch 1"),
-    Layout("fsdp 1", FsdpConfig(**HOW), 1, resumes="torch 2"),
+    Layout("torch 2", TorchTrainConfig(**HOW), 2, resumes="torch 1", scenarios=("rl", "ppo")),
+    Layout("fsdp 1", FsdpConfig(**HOW), 1, resumes="torch 2", scenarios=("rl", "ppo", "dpo")),
     Layout("fsdp 2", FsdpConfig(**HOW), 2, resumes="torch 1"),
     Layout(
         "fsdp 2, checkpointing",
