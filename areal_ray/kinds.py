@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from areal_ray.engines.lora_config import engine_problems
+
 RunKind = Literal["rl", "sft", "dpo", "reward_model", "distill", "eval"]
 Loop = Literal["train", "fit", "prefer", "evaluate"]
 """Of `driver`: train = with rollouts, fit = on given conversations, prefer = on pairs."""
@@ -92,8 +94,11 @@ def section_problems(recipe: Any) -> Iterator[str]:
             yield f"{name}: is given; kind: {kind} has no use for it. Remove the section."
     if parts.trains and parts.loop != "train" and recipe.objective != type(recipe.objective)():
         yield f"objective: is given; kind: {kind} has no use for it. Remove the section."
-    if recipe.model.lora is not None and not parts.trains:
+    lora = recipe.model.lora
+    if lora is not None and not parts.trains:
         yield f"model.lora: is given; kind: {kind} trains nothing. Remove the section."
+    elif lora is not None and parts.samples:
+        yield from engine_problems(lora, recipe.rollout.engine.kind)
     if kind == "distill" and parts is not _OFFLINE:
         yield from _distill_problems(recipe)
     if kind == "sft" and recipe.sft is not None and recipe.sft.distillation is not None:

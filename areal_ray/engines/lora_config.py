@@ -1,7 +1,7 @@
 """What a recipe says about LoRA, and which layers that means; without torch and peft."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -14,6 +14,8 @@ ADAPTER_FOLDER = "adapter"
 """Inside a checkpoint or an exported model: what peft and vLLM load as an adapter."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
+LARGEST_RANKS = {"torch": None, "vllm": 512}
+"""Of the generation engines that take adapters, by kind; None = any."""
 
 _NO_LAYERS = ("embed", "wte", "wpe", "lm_head", "score")
 """In names of matrices that are not linear layers of the body."""
@@ -99,6 +101,23 @@ class LoraConfig(Config):
                 f"must be of {shown}, or {ALL_LINEAR}. Choose from these."
             )
         return [name for name in named if any(_is_named(name, target) for target in targets)]
+
+
+def engine_problems(config: LoraConfig, kind: str) -> Iterator[str]:
+    """Why a generation engine of this kind cannot take the adapters; empty if it can."""
+    if kind not in LARGEST_RANKS:
+        known = " or ".join(LARGEST_RANKS)
+        yield (
+            f"rollout.engine.kind: is {kind} with model.lora; must be {known}, since others take "
+            "whole weights only. Change it, or remove model.lora."
+        )
+        return
+    largest = LARGEST_RANKS[kind]
+    if largest is not None and config.rank > largest:
+        yield (
+            f"model.lora.rank: is {config.rank}; must be <= {largest} with rollout.engine.kind "
+            f"{kind}. Lower it, or use another engine."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_ray.engines.lora_config import LoraSetup
+from areal_ray.engines.lora_config import LoraSetup, engine_problems
 from areal_ray.engines.lora_weights import (
     LinearLayer,
     adapted_layers,
@@ -49,11 +49,8 @@ class VllmAdapters:
         self._config = setup.config
         self._layers = adapted_layers(layers, setup.config)
         self.shapes = adapter_shapes(self._layers, setup.config.rank)
-        if setup.config.rank > _RANKS[-1]:
-            raise EngineError(
-                f"model.lora.rank: is {setup.config.rank}; vLLM takes at most {_RANKS[-1]}. "
-                "Lower it, or use rollout.engine.kind torch."
-            )
+        for problem in engine_problems(setup.config, "vllm"):
+            raise EngineError(problem)
         self._files = tempfile.TemporaryDirectory(prefix="areal-ray-adapter-")
         self._folder = self._written(self._first(setup), "first")
 

@@ -34,7 +34,7 @@ def test_it_samples_from_the_adapters_of_each_version(tmp_path):
 
     folder = write_tiny_model(tmp_path / "model", head_dim=64, num_key_value_heads=1)
     large = LoraSetup(config=LoraConfig(rank=600))
-    with pytest.raises(EngineError, match="vLLM takes at most 512"):
+    with pytest.raises(EngineError, match="must be <= 512 with"):
         VllmGenerationEngine(folder, VllmGenerationConfig(), lora=large)
     shapes = {name: tuple(t.shape) for name, t in fresh_adapters(folder).items()}
     versions = {v: random_adapters(shapes, seed=v) for v in (3, 4, 5)}

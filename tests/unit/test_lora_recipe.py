@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_ray.checkpoint import Checkpoints
-from areal_ray.engines.lora_config import ADAPTER_FOLDER, LoraConfig
+from areal_ray.engines.lora_config import ADAPTER_FOLDER, LoraConfig, engine_problems
 from areal_ray.errors import DataError, RecipeError
 from areal_ray.model_check import lora_problems
 from areal_ray.preflight import check_files
@@ -68,6 +68,29 @@ def test_a_run_that_trains_nothing_has_no_adapters(recipe, tmp_path):
         recipe(*changes)
     scored = evaluation_of(recipe(), None, ["reward={score: 'a:b'}", EVALUATION])
     assert scored.model.lora is None
+
+
+RL = """\
+kind: rl
+name: r
+model: {path: m, lora: {rank: 4}}
+steps: 1
+tasks: {source: "a:b"}
+reward: {score: "a:b"}
+admission: {groups_per_step: 2, n_samples: 2}
+"""
+
+
+def test_an_engine_that_cannot_take_the_adapters_is_refused():
+    for kind in ("torch", "vllm"):
+        assert parse_recipe(RL, [f"rollout.engine.kind={kind}"]).model.lora is not None
+        assert list(engine_problems(LoraConfig(), kind)) == []
+    large = ["rollout.engine.kind=vllm", "model.lora.rank=600"]
+    with pytest.raises(RecipeError, match=r"model\.lora\.rank: is 600; must be <= 512 with"):
+        parse_recipe(RL, large)
+    assert parse_recipe(RL, ["model.lora.rank=600"]).model.lora is not None
+    (told,) = engine_problems(LoraConfig(), "other")
+    assert told.startswith("rollout.engine.kind: is other with model.lora; must be torch or vllm")
 
 
 def test_a_layer_that_the_model_lacks_is_told_with_those_it_has(recipe):

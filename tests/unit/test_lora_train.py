@@ -19,6 +19,7 @@ from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import (
     Companions,
+    CriticConfig,
     LearnerConfig,
     OptimizerConfig,
     TorchTrainConfig,
@@ -172,6 +173,20 @@ def test_adapters_are_a_small_part_of_the_model(folder):
     own = sum(t.numel() for t in learner.weights().values())
     assert own == 4 * sum(sum(t.shape) for n, t in learner._model.named_parameters()
                           if "base_layer.weight" in n)  # fmt: skip
+
+
+def test_a_critic_beside_it_trains_whole(folder):
+    objective = ObjectiveConfig(kind="ppo")
+    companions = Companions(critic_path=str(folder), critic=CriticConfig())
+    engine = engine_of(folder, objective=objective, companions=companions)
+    before = {n: t.clone() for n, t in engine._critic._placed.weights().items()}
+    for seed in range(2):
+        engine.train_step([groups(seed=seed)], 0)
+    after = engine._critic._placed.weights()
+    assert not any("lora" in name for name in after)
+    moved = {name for name, t in after.items() if not torch.equal(t, before[name])}
+    assert {n for n in after if "layers" in n} <= moved
+    assert all(".lora_" in name for name in engine.weights())
 
 
 # The model without them
