@@ -3,9 +3,9 @@
     python -m benchmarks.streaming [--quick] [--json FILE]
 
 One real replica with the demo's model and one consumer in this process, over Ray. Each round
-samples the same turns without streams, then with: the ratio tells what streaming costs. A chunk is
-what one turn got in one message; while the consumer is at work further steps join the next message,
-so tokens count more than chunks do. The second consumer of the last load takes nothing at all.
+samples the same turns without streams and with, either first every other time, so that the ratio
+tells what streaming costs. A chunk is what one turn got in one message; while the consumer is at
+work further steps join the next message. The second consumer of the last load takes nothing at all.
 Processor time is that of the replica's process while it is paused with turns under way, Ray's own
 threads included.
 """
@@ -80,12 +80,10 @@ class Stage:
             for i in range(count)
         ]
 
-    async def measure(self, streams: int, *, second_consumer: bool = False) -> Measured:
-        """The same turns without streams and with."""
+    async def measure(self, streams: int, number: int, *, second_consumer: bool) -> Measured:
+        """The same turns without streams and with, in the order of an even or odd round."""
         client = self.client()
-        begin = time.perf_counter()
-        await asyncio.gather(*(client.generate(turn) for turn in self.turns(streams)))
-        without = time.perf_counter() - begin
+        without = await self._whole(client, streams) if number % 2 else 0.0
         idle = self.client()
         unread = [idle.stream(turn) for turn in self.turns(streams if second_consumer else 0)]
         for stream in unread:
@@ -105,20 +103,23 @@ class Stage:
 
         await asyncio.gather(*(take(turn) for turn in self.turns(streams)))
         seconds = time.perf_counter() - begin
+        messages = client.num_collects - messages
         for stream in unread:
             await stream.aclose()
         await idle.close()
+        without = without or await self._whole(client, streams)
         await client.close()
+        chunks, tokens = (sum(each[i] for each in counts) for i in (0, 1))
+        first_s = median(first_s for _, _, first_s in counts)
         return Measured(
-            streams,
-            second_consumer,
-            seconds,
-            without,
-            sum(chunks for chunks, _, _ in counts),
-            sum(tokens for _, tokens, _ in counts),
-            client.num_collects - messages,
-            median(first_s for _, _, first_s in counts),
+            streams, second_consumer, seconds, without, int(chunks), int(tokens), messages, first_s
         )
+
+    async def _whole(self, client: Any, count: int) -> float:
+        """Seconds for as many turns that come whole."""
+        begin = time.perf_counter()
+        await asyncio.gather(*(client.generate(turn) for turn in self.turns(count)))
+        return time.perf_counter() - begin
 
     async def paused_share(self, seconds: float, *, asleep: bool) -> float:
         """Processor time over time while paused with turns under way."""
@@ -172,7 +173,7 @@ async def compare(stage: Stage, rounds: int, quick: bool) -> tuple[list[list[Mea
     found: list[list[Measured]] = [[] for _ in loads]
     for number in range(rounds + 1):
         for place, (streams, second) in enumerate(loads):
-            measured = await stage.measure(streams, second_consumer=second)
+            measured = await stage.measure(streams, number, second_consumer=second)
             if number:
                 found[place].append(measured)
     shares = {

@@ -1,15 +1,17 @@
 """Penalties and biases: logits other than the policy's own, for the rows that ask for them.
 
 Called by the running batch once per step, before temperature and filters, and only where a row
-asks. In the order bias, repetition, frequency and presence (vLLM's): repetition as in CTRL
-(arXiv:1909.05858) and Hugging Face's processor, the other two as OpenAI's API defines them.
+asks; all such rows in a few operations. In the order bias, repetition, frequency and presence
+(vLLM's): repetition as in CTRL (arXiv:1909.05858) and Hugging Face's processor, the other two as
+OpenAI's API defines them.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.engines.protocols import GenerationRequest, SamplingConfig
 from areal_ray.engines.row_table import RowTable
 
 
@@ -18,37 +20,37 @@ def adjusted_logits(
 ) -> torch.Tensor:
     """[a, vocabulary] float32 what the rows first + which [a] draw from; `logits` stay."""
     changed = logits[which].float()
-    for row_logits, i in zip(changed, which.tolist(), strict=True):
-        request = rows.requests[first + i]
-        adjust_(row_logits, request.sampling, request.prompt_ids, rows.sampled(first + i))
-    return changed
+    chosen = first + which.cpu().numpy()
+    requests = [rows.requests[row] for row in chosen.tolist()]
+    if any(request.sampling.logit_bias for request in requests):
+        _add_biases(changed, requests)
+    if not any(rows.column(name)[chosen].any() for name in ("presence", "frequency")) and (
+        (rows.column("repetition")[chosen] == 1.0).all()
+    ):
+        return changed
+    tokens, counts = (torch.from_numpy(a).to(changed.device) for a in rows.seen_tokens(chosen))
+    repetition, presence, frequency = (
+        torch.from_numpy(rows.column(name)[chosen, None]).to(changed.device)
+        for name in ("repetition", "presence", "frequency")
+    )
+    seen = changed.gather(1, tokens)
+    seen = torch.where(seen < 0, seen * repetition, seen / repetition)
+    seen -= frequency * counts + presence * (counts > 0)
+    return changed.scatter_(1, tokens, seen)  # a token that is there twice gets the same twice
 
 
-def adjust_(
-    logits: torch.Tensor,
-    sampling: SamplingConfig,
-    prompt_ids: NDArray[np.int32],
-    sampled_ids: NDArray[np.int32],
-) -> None:
-    """Change one row of logits in place.
-
-    Args:
-        logits: [vocabulary] float32.
-        sampling: Of the row.
-        prompt_ids: [P] what repetition_penalty also counts.
-        sampled_ids: [N] the turn so far.
-    """
-    if sampling.logit_bias:
-        ids = _index(np.array([int(key) for key in sampling.logit_bias]), logits)
-        logits[ids] += logits.new_tensor(list(sampling.logit_bias.values()))
-    if sampling.repetition_penalty != 1.0:
-        ids = _index(np.unique(np.concatenate((prompt_ids, sampled_ids))), logits)
-        seen, penalty = logits[ids], sampling.repetition_penalty
-        logits[ids] = torch.where(seen < 0, seen * penalty, seen / penalty)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        tokens, counts = np.unique(sampled_ids, return_counts=True)
-        cost = sampling.frequency_penalty * counts + sampling.presence_penalty
-        logits[_index(tokens, logits)] -= logits.new_tensor(cost)
+def _add_biases(logits: torch.Tensor, requests: Sequence[GenerationRequest]) -> None:
+    """Add each row's biases in place; shorter ones are filled up with nothing to token 0."""
+    widest = max(len(request.sampling.logit_bias) for request in requests)
+    tokens = np.zeros((len(requests), widest), np.int64)
+    values = np.zeros((len(requests), widest), np.float32)
+    for row, request in enumerate(requests):
+        bias = request.sampling.logit_bias
+        tokens[row, : len(bias)] = [int(key) for key in bias]
+        values[row, : len(bias)] = list(bias.values())
+    logits.scatter_add_(
+        1, torch.from_numpy(tokens).to(logits.device), torch.from_numpy(values).to(logits.device)
+    )
 
 
 def why_bias_refused(sampling: SamplingConfig, vocab_size: int) -> str:
@@ -60,7 +62,3 @@ def why_bias_refused(sampling: SamplingConfig, vocab_size: int) -> str:
         f"logit_bias: names token {beyond[0]}; must be in 0..{vocab_size - 1}. "
         "Use the tokenizer of the model."
     )
-
-
-def _index(ids: NDArray[np.int32] | NDArray[np.int64], logits: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(ids.astype(np.int64)).to(logits.device)

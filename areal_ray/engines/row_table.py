@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
 from areal_ray.engines.sampling import SamplingRows, stream
+from areal_ray.engines.seen_tokens import SeenTokens
 from areal_ray.engines.stop_strings import StopStrings
 
 _SCALARS = np.dtype(
@@ -28,6 +29,9 @@ _SCALARS = np.dtype(
         ("top_k", "i8"),
         ("min_p", "f4"),
         ("is_adjusted", "?"),  # has penalties or biases
+        ("repetition", "f4"),
+        ("presence", "f4"),
+        ("frequency", "f4"),
         ("cache_version", "i8"),  # weights that computed its keys and values
         ("has_stop_strings", "?"),
         ("unsent", "i8"),  # first token that no chunk holds yet; _NEVER_SENT where not streamed
@@ -56,6 +60,7 @@ class RowTable:
         self._stop_strings = stop_strings
         self._stops = np.full((max_rows, max(1, len(stop_ids))), -1, dtype=np.int32)
         self._last_chunks: list[GenerationChunk] = []
+        self._seen: SeenTokens | None = None
 
     def column(self, name: str, first: int = 0) -> NDArray[Any]:
         """[num_rows - first] one scalar of rows first.. in use, a view."""
@@ -87,10 +92,15 @@ class RowTable:
             sampling.top_k,
             sampling.min_p,
             bool(sampling.adjustments),
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
             version,
             bool(sampling.stop),
             length if request.is_streamed else _NEVER_SENT,
         )
+        if self._seen is not None:
+            self._seen.forget(row)
         stops = {*self._stop_ids, *sampling.stop_token_ids}
         if len(stops) > self._stops.shape[1]:
             wider = np.full((len(self._stops), len(stops)), -1, dtype=np.int32)
@@ -124,6 +134,14 @@ class RowTable:
     def sampled(self, row: int) -> NDArray[np.int32]:
         """[N] the tokens sampled in a row so far, a view."""
         return self.tokens[row, self._scalars["prompt"][row] : self._scalars["length"][row]]
+
+    def seen_tokens(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """[a, k] distinct tokens of rows [a], and how often each is in the turn; see SeenTokens."""
+        if self._seen is None:
+            self._seen = SeenTokens(len(self.tokens))
+        return self._seen.update(
+            rows, self.tokens, self._scalars["prompt"][rows], self._scalars["length"][rows]
+        )
 
     def result(self, row: int, reason: StopReason) -> GenerationResult:
         """The turn sampled in a row so far."""
@@ -174,6 +192,8 @@ class RowTable:
                 table[gaps, :longest] = table[movers, :longest]
             self._scalars[gaps] = self._scalars[movers]
             self._stops[gaps] = self._stops[movers]
+            if self._seen is not None:
+                self._seen.move(movers, gaps)
             for gap, mover in zip(gaps, movers, strict=True):
                 self.requests[gap] = self.requests[mover]
         del self.requests[remaining:]

@@ -26,3 +26,25 @@ def test_logprobs_on_a_gpu_are_those_of_transformers(tmp_path, architecture, dty
         assert not result.error
         errors = np.abs(result.logprobs - hf_logprobs(model, one, result)[0])
         assert errors.mean() < mean_error
+
+
+def test_sleep_gives_memory_of_the_gpu_back_and_turns_go_on(tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3", seed=3, tie_word_embeddings=False)
+    sent = [request(f"t{i}", random_prompt(i, 30), seed=i, max_new_tokens=400) for i in range(32)]
+    with serving(folder, device="cuda", dtype="float32") as served:
+        served.run_until("probe", [*sent, request("probe", [5], max_new_tokens=9)])
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        served.engine.sleep()
+        assert torch.cuda.memory_reserved() < before
+        ids = random_prompt(9, 40)
+        score = served.engine.score(ids)
+        served.engine.wake()
+        served.engine.resume()
+        results = served.wait(*(one.request_id for one in sent))
+    model = hf_model(folder)
+    for one, result in zip(sent, results, strict=True):
+        np.testing.assert_allclose(result.logprobs, hf_logprobs(model, one, result)[0], atol=1e-3)
+    first = request("w", ids[:1])
+    rest = type(results[0])("w", ids[1:], score, np.zeros(39, np.int32), results[0].stop_reason)
+    np.testing.assert_allclose(score, hf_logprobs(model, first, rest)[0], atol=1e-3)

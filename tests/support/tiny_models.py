@@ -16,6 +16,7 @@ CHATML = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+_OTHERS = ("gemma", "gemma2", "gemma3_text", "olmo2", "phi3", "stablelm")
 
 
 def write_tiny_model(
@@ -29,7 +30,7 @@ def write_tiny_model(
 
     Args:
         folder: Created when missing.
-        architecture: llama, qwen2, qwen3 or mistral; gemma or gpt2 for engines' fallbacks.
+        architecture: llama, qwen2, qwen3, mistral; for engines' fallbacks gpt2 or of `_OTHERS`.
         vocab_size: Of model and tokenizer, at least `SMALLEST_VOCABULARY`.
         seed: Of the random weights; the same seed writes the same checkpoint.
         config_fields: Override fields of the Hugging Face config (num_key_value_heads=1, ...).
@@ -110,10 +111,9 @@ def _config(architecture: str, vocab_size: int, tokenizer: Any, fields: dict[str
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }
-    if architecture not in (*_FAMILIES, "gemma"):
-        raise ValueError(
-            f"architecture = {architecture!r}, must be one of {_FAMILIES}, gemma, gpt2"
-        )
+    known = (*_FAMILIES, *_OTHERS)
+    if architecture not in known:
+        raise ValueError(f"architecture = {architecture!r}, must be one of {known}, gpt2")
     return AutoConfig.for_model(architecture, **{**shared, **sizes, **fields})
 
 

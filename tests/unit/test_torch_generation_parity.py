@@ -31,7 +31,24 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "qwen3-gqa": ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "mistral-gqa": ("mistral", {"num_key_value_heads": 1}),
+    # SmolLM2: a tied Llama of three query heads to a key head, and odd sizes.
+    "smollm2": (
+        "llama",
+        {
+            "hidden_size": 72,
+            "head_dim": 8,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        },
+    ),
     "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "sliding_window": 256}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 32, "sliding_window": 256}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "stablelm": ("stablelm", {"partial_rotary_factor": 0.25}),
     "gpt2": ("gpt2", {}),
 }
 
@@ -74,7 +91,7 @@ def test_logprobs_and_greedy_tokens_are_those_of_transformers(folders, name):
             np.testing.assert_array_equal(result.token_ids, greedy)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-biases", "qwen2", "qwen3", "mistral-gqa", "gpt2"])
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"llama", "llama3-rope"}))
 def test_greedy_equals_generate_of_transformers(folders, name):
     model, prompt = hf_model(folders[name]), random_prompt(7, 23)
     with torch.no_grad():

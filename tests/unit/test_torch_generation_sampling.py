@@ -1,6 +1,7 @@
 """Sampling: which token a uniform number draws, and which log-prob is recorded."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from areal_ray.engines.logit_adjustments import adjust_
-from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.engines.logit_adjustments import adjusted_logits
+from areal_ray.engines.row_table import RowTable
 from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, stream, uniforms
+from areal_ray.engines.stop_strings import StopStrings
+from tests.support.generation import request
 
 
 def draw(probabilities, uniform, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, adjusted=None):
@@ -33,10 +36,17 @@ def draw(probabilities, uniform, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0
 
 def adjusted(logits, prompt=(), turn=(), **fields):
     """Logits with the penalties and biases of a sampling config."""
-    changed = torch.tensor(logits)
-    ids = (np.array(prompt, np.int32), np.array(turn, np.int32))
-    adjust_(changed, SamplingConfig(**fields), *ids)
-    return changed.tolist()
+    rows = table(prompt, turn, **fields)
+    return adjusted_logits(torch.tensor(logits)[None], torch.tensor([0]), rows, 0)[0].tolist()
+
+
+def table(prompt, turn, **fields):
+    """A row that knows a prompt and a turn."""
+    rows = RowTable(4, 64, [], StopStrings(Path()))
+    rows.append(request("r", prompt, **fields), 64, 0)
+    for token in turn:
+        rows.record(0, np.array([token]), np.zeros(1, np.float32), 0)
+    return rows
 
 
 def test_a_uniform_number_draws_by_the_inverse_cumulative_distribution():
@@ -131,12 +141,64 @@ def test_presence_and_frequency_penalties_are_openais():
 def test_bias_comes_first_then_repetition_then_presence():
     changed = adjusted(
         [1.0, 2.0],
+        prompt=[1],
         turn=[1],
         logit_bias={"1": 2.0, "0": -1.0},
         repetition_penalty=2.0,
         presence_penalty=1.0,
     )
     assert changed == [0.0, (2.0 + 2.0) / 2.0 - 1.0]
+
+
+def test_penalties_kept_up_token_by_token_are_those_of_a_fresh_count_however_rows_move():
+    random = np.random.default_rng(0)
+    rows, ways = RowTable(8, 400, [], StopStrings(Path())), []
+    for number in range(8):
+        way = {
+            "repetition_penalty": (1.0, 1.3)[number % 2],
+            "presence_penalty": (0.0, 0.7, -0.4)[number % 3],
+            "frequency_penalty": 0.2,
+            "logit_bias": {"3": 1.5} if number % 4 == 0 else {},
+        }
+        ways.append(way)
+    count = 0
+    for step in range(300):
+        while rows.num_rows < 8 and random.random() < 0.4:
+            prompt = random.integers(0, 90, random.integers(1, 40))
+            rows.append(request(f"{count}", prompt, **ways[count % 8]), 400, 0)
+            count += 1
+        n = rows.num_rows
+        if not n:
+            continue
+        rows.record(0, random.integers(0, 90, n), np.zeros(n, np.float32), 0)
+        if step % 3 == 0:  # others are left behind by several tokens
+            which = np.sort(random.choice(n, random.integers(1, n + 1), replace=False))
+        else:
+            which = np.arange(n)
+        logits = torch.randn(n, 100, generator=torch.Generator().manual_seed(step))
+        found = adjusted_logits(logits, torch.from_numpy(which), rows, 0)
+        for row, line in zip(which.tolist(), found.tolist(), strict=True):
+            sent = rows.requests[row]
+            expected = _by_the_book(logits[row], sent, rows.sampled(row))
+            assert line == pytest.approx(expected.tolist(), abs=1e-5)
+        if random.random() < 0.3:
+            gone = np.sort(random.choice(n, random.integers(1, n + 1), replace=False))
+            rows.remove(gone)
+    assert count > 50
+
+
+def _by_the_book(logits, sent, turn):
+    """One row, as the APIs define it."""
+    logits, sampling = logits.clone().double(), sent.sampling
+    for key, value in sampling.logit_bias.items():
+        logits[int(key)] += value
+    for token in {*sent.prompt_ids.tolist(), *turn.tolist()}:
+        by = sampling.repetition_penalty
+        logits[token] = logits[token] * by if logits[token] < 0 else logits[token] / by
+    for token in set(turn.tolist()):
+        times = turn.tolist().count(token)
+        logits[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
+    return logits
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
