@@ -187,6 +187,7 @@ class ActorGraph:
             distillation=_distillation(recipe),
             lora=self._lora(),
             import_roots=tuple(self.roots),
+            probe_tokens=_probe_tokens(recipe),
             seed=recipe.seed,
         )
         return self._fleet(
@@ -246,6 +247,12 @@ class ActorGraph:
         for fleet in reversed(self._fleets):
             fleet.kill()
         self._reservation.release()
+
+
+def _probe_tokens(recipe: Recipe) -> int:
+    """Length of the canary's prompt, which has to fit the engines' window, too."""
+    wanted, window = recipe.weights.canary.probe_tokens, recipe.rollout.engine.max_context_tokens
+    return min(wanted, window) if window else wanted
 
 
 def _pair_task(recipe: Recipe) -> PairTask | None:

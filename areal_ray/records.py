@@ -15,9 +15,9 @@ from areal_ray.core.versions import UNLIMITED, AdmissionConfig
 from areal_ray.engines.preference import PairEvaluation
 from areal_ray.engines.protocols import StepStats
 from areal_ray.runtime.evaluation import EvaluationResult
-from areal_ray.runtime.param_sync_actor import PublishReport
+from areal_ray.runtime.publish_report import PublishReport
 from areal_ray.runtime.supervisor import FleetReading
-from areal_ray.telemetry.alarm import MismatchAlarm
+from areal_ray.telemetry.alarm import MismatchAlarm, ProbeAlarm
 from areal_ray.telemetry.metrics import MetricWindow
 from areal_ray.telemetry.names import METRICS
 from areal_ray.telemetry.progress import Progress
@@ -71,6 +71,7 @@ class Records:
         tally: RunTally,
         write_status: Callable[[Mapping[str, Any]], None],
         mismatch_alarm_nats: float | None = None,
+        probe_alarm_nats: float | None = None,
     ) -> None:
         self._log = log
         self._progress = progress
@@ -80,12 +81,14 @@ class Records:
         self._ledger = tally.ledger
         self._write_status = write_status
         self._alarm = MismatchAlarm(mismatch_alarm_nats)
+        self._probe_alarm = ProbeAlarm(probe_alarm_nats)
         self._shown: dict[str, Any] = {}
         self._window = MetricWindow(METRICS)
         self._cpu_s = time.process_time()
         self._row_at = time.monotonic()
         self._reading: FleetReading | None = None
         self._admitted = 0
+        self._aside: Mapping[str, str] = {}
         self._splits = _SplitTeller()
 
     # What the loops report
@@ -135,7 +138,8 @@ class Records:
         """What goes on now: for the display, and for `areal-ray status` beside the run."""
         view = StatusView(waits=self._waits.by_role(), counts=counts)
         self._progress.on_status(view)
-        self._write_status({**self._shown, "waits": dict(view.waits), "counts": dict(counts)})
+        told = {**self._shown, "waits": dict(view.waits), "counts": dict(counts)}
+        self._write_status(told | ({"set aside": dict(self._aside)} if self._aside else {}))
 
     def fleet(self, reading: FleetReading | None) -> None:
         """How the rollout fleet stands; the row of the step takes the difference."""
@@ -173,11 +177,10 @@ class Records:
                 if name.startswith("reward/"):
                     self._window.add(name, value, weight=weight)
         self._add_stats(stats)
-        alarm = self._alarm.check(step, stats.metrics)
-        if alarm is not None:
-            self.event(alarm)
+        for line in filter(None, [self._alarm.check(step, stats.metrics)]):
+            self.event(line)
         if report is not None:
-            self._add_publish(report)
+            self._add_publish(step, report)
         self._window.update(gauges)
         self._add_ledger()
         version = consumed_at + 1
@@ -251,16 +254,14 @@ class Records:
         for name, value in stats.metrics.items():
             self._window.add(name, value)
 
-    def _add_publish(self, report: PublishReport) -> None:
-        self._window.add("publish/count_publishes", 1)
-        self._window.add("publish/failed_publishes", len(report.quarantined))
-        self._window.add("publish/wall_s", report.seconds)
-        self._window.add("publish/stage_s", report.stage_s)
-        self._window.add("publish/swap_s", report.swap_s)
-        if report.stage_s > 0:
-            self._window.add("publish/bytes_per_s", report.bytes / report.stage_s)
-        self._window.add("publish/engine_idle_s", report.engine_idle_s)
-        self._window.add("publish/bytes", report.bytes)
+    def _add_publish(self, step: int, report: PublishReport) -> None:
+        for name, value in report.metrics():
+            self._window.add(name, value)
+        told = [f"publish of version {report.version}: {line}" for line in report.events]
+        self.tally.publishes += told
+        for line in filter(None, [*told, self._probe_alarm.check(step, report.metrics())]):
+            self.event(line)
+        self._aside = report.quarantined
 
     def _add_ledger(self) -> None:
         if self._ledger is None:

@@ -20,7 +20,7 @@ from areal_ray.errors import DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import unheard
-from areal_ray.runtime.param_sync_actor import PublishReport
+from areal_ray.runtime.publish_report import PublishReport
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.runtime.saving import CheckpointService
 from areal_ray.runtime.services import (

@@ -29,7 +29,7 @@ from areal_ray.run import LearnerRun, Run
 from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
-from areal_ray.runtime.param_sync_actor import Committed
+from areal_ray.runtime.publish_report import Committed
 from areal_ray.telemetry.log import run_log
 from areal_ray.telemetry.progress import Progress, open_progress
 from areal_ray.telemetry.sinks import MetricLog, Sink, open_metric_log
@@ -284,6 +284,7 @@ class Session:
             tally=tally,
             write_status=self._folder.write_status,
             mismatch_alarm_nats=recipe.telemetry.mismatch_alarm_nats,
+            probe_alarm_nats=recipe.telemetry.probe_alarm_nats,
         )
         return self._records
 

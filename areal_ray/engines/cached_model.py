@@ -3,7 +3,7 @@
 Called by the running batch, with the tokens it knows; speaks in rows and positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,9 @@ class Forward(Protocol):
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Copies of checked tensors, ready to be put in place."""
+
+    def live_pairs(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any, Any]]:
+        """(name, live, what `prepare` makes of these tensors), in parts."""
 
     def install(self, weights: Any) -> None:
         """Use what `prepare` made from the next call on."""

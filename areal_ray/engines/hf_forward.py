@@ -4,7 +4,7 @@ The fallback of the torch generation engine for models `LeanForward` does not co
 not fast: through it the engine is about as fast as `generate` on batches of equal length.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,15 @@ class HfForward:
                     spare[name] = torch.empty_like(parameters[name], requires_grad=False)
                 spare[name].copy_(tensor)
         return spare
+
+    def live_pairs(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, live, what these tensors become), one at a time."""
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in tensors.items():
+            live = parameters[name].data
+            yield name, live, tensor.detach().to(self._device, live.dtype)
 
     def install(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Use these weights from the next call on."""

@@ -10,8 +10,8 @@ rearranged once when they are loaded:
 """
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -103,6 +103,11 @@ class LeanForward:
         """Rearranged copies of checked tensors; nothing of the live weights is touched."""
         spare, self._spare = self._spare, None
         return self._layout.arranged(tensors, spare)
+
+    def live_pairs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any, Any]]:
+        """(name, live, what these tensors become), a layer at a time."""
+        assert self._weights is not None
+        return self._layout.pairs(self._weights, tensors)
 
     def install(self, weights: LeanWeights) -> None:
         """Use these weights from the next call on."""

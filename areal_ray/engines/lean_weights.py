@@ -5,9 +5,9 @@ given, that is written to: fresh pages cost a CPU five times what the copy itsel
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -111,6 +111,10 @@ class _Room:
         self.blocks.append(block)
         return block
 
+    def reuse(self) -> None:
+        """Let what was taken so far be overwritten."""
+        self._spare, self.blocks = list(reversed(self.blocks)), []
+
     def copy(self, source: Tensor) -> Tensor:
         """The source in the engine's type and place."""
         return self.take(*source.shape).copy_(source)
@@ -138,9 +142,7 @@ class LeanLayout:
         with torch.inference_mode():
             room = _Room(spare, self._dtype, self._device)
             embedding = room.copy(tensors["model.embed_tokens.weight"])
-            final_norm = room.copy(tensors["model.norm.weight"])
-            if self._norms_are_folded:
-                final_norm *= math.sqrt(self._sizes.hidden)
+            final_norm = self._final_norm(tensors, room)
             is_tied = self._sizes.is_tied
             return LeanWeights(
                 layers=[self._layer(tensors, room, i) for i in range(self._sizes.num_layers)],
@@ -149,6 +151,31 @@ class LeanLayout:
                 head=embedding if is_tied else room.copy(tensors["lm_head.weight"]),
                 blocks=room.blocks,
             )
+
+    def pairs(
+        self, live: LeanWeights, tensors: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """(name, live, what `arranged` makes of these tensors), in the memory of one layer more.
+
+        The last of each three is good until the next three.
+        """
+        room = _Room(None, self._dtype, self._device)
+        yield "model.norm", live.final_norm, self._final_norm(tensors, room)
+        ends = {"model.embed_tokens": live.embedding}
+        if not self._sizes.is_tied:
+            ends["lm_head"] = live.head
+        for name, tensor in ends.items():
+            yield name, tensor, tensors[f"{name}.weight"].detach().to(self._device, self._dtype)
+        room = _Room(None, self._dtype, self._device)
+        for i, layer in enumerate(live.layers):
+            yield f"model.layers.{i}", layer, self._layer(tensors, room, i)
+            room.reuse()
+
+    def _final_norm(self, tensors: Mapping[str, Tensor], room: _Room) -> Tensor:
+        final_norm = room.copy(tensors["model.norm.weight"])
+        if self._norms_are_folded:
+            final_norm *= math.sqrt(self._sizes.hidden)
+        return final_norm
 
     def _layer(self, tensors: Mapping[str, Tensor], room: _Room, i: int) -> LeanLayer:
         s, prefix = self._sizes, f"model.layers.{i}."

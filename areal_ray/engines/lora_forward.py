@@ -4,7 +4,7 @@ The base weights are kept as loaded; a version's weights are made from them and 
 the live ones, so that sampling costs what it does without adapters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,10 +64,14 @@ class LoraForward:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Any:
         """The weights that checked adapters make, ready to be put in place."""
-        scale = self._config.scale
-        return self._forward.prepare(
-            MergedWeights(self._kept, self._layers, tensors, scale, self._device)
-        )
+        return self._forward.prepare(self._merged(tensors))
+
+    def live_pairs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any, Any]]:
+        """(name, live, what these adapters make of the base weights), in parts."""
+        return self._forward.live_pairs(self._merged(tensors))
+
+    def _merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return MergedWeights(self._kept, self._layers, tensors, self._config.scale, self._device)
 
     def install(self, weights: Any) -> None:
         """Use what `prepare` made from the next call on."""

@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
+from areal_ray.core.canary import Probe
 from areal_ray.core.config import Config
 from areal_ray.core.trajectory import Group, StopReason
 from areal_ray.engines.preference import PairEvaluation, PreferencePair
@@ -130,6 +131,8 @@ class EngineHealth:
     """Seconds spent in prefill and decode since start."""
     idle_for_swap_s: float
     """Seconds paused for weight swaps since start."""
+    dtype: str = ""
+    """Type the forward pass computes in, as torch names it; empty = unknown."""
 
 
 OnResults = Callable[[list[GenerationResult]], None]
@@ -166,7 +169,11 @@ class GenerationEngine(Protocol):
     def swap(
         self, tensors: Mapping[str, "torch.Tensor"], version: int, policy: OnWeightUpdate
     ) -> float:
-        """Load weights between two decode steps; seconds the engine stood still."""
+        """Load weights between two decode steps; seconds the engine stood still.
+
+        Raises:
+            EngineError: Not all was loaded; where some was, the engine samples nothing more.
+        """
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """[T-1] log-probs at temperature 1 of each token [T] but the first, given those before.
@@ -195,6 +202,17 @@ class GenerationEngine(Protocol):
 
     def close(self) -> None:
         """Stop the loop and free memory; unfinished requests come back as aborted."""
+
+
+@runtime_checkable
+class ReadsBack(Protocol):
+    """A generation engine that can tell whether its live weights are the ones it was given."""
+
+    def differing(self, tensors: Mapping[str, "torch.Tensor"]) -> str:
+        """What is live with other bits than `swap` makes of these tensors; empty if nothing is.
+
+        Read beside sampling, after a swap to them and before the next.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +255,9 @@ class TrainEngine(Protocol):
 
     def weights(self) -> Mapping[str, "torch.Tensor"]:
         """The full parameters by Hugging Face name, tied ones once; valid until the next step."""
+
+    def probe(self, num_tokens: int) -> Probe:
+        """What an engine that samples from the present weights has to agree with."""
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint with tokenizer and chat template."""

@@ -226,6 +226,16 @@ class RowForward:
         """Add to the gradient; `is_last` before the next update."""
         self.placed.backward(loss, is_last=is_last)
 
+    @property
+    def dtype(self) -> str:
+        """Type it computes in, as torch names it."""
+        return self._config.dtype
+
+    @property
+    def text_config(self) -> Any:
+        """The model's own configuration, of its language part."""
+        return self._model.config.get_text_config()
+
     def __call__(
         self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> TokenLogprobs:

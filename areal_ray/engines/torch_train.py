@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_ray.algorithms.objective import ObjectiveConfig
+from areal_ray.core.canary import Probe
 from areal_ray.core.trajectory import Group
 from areal_ray.engines.critic import Critic
 from areal_ray.engines.frozen import FrozenModel
@@ -24,6 +25,7 @@ from areal_ray.engines.model_export import ModelExtras, saving
 from areal_ray.engines.optimizer import learning_rate
 from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
 from areal_ray.engines.preference import PairEvaluation, PairTask, PreferencePair
+from areal_ray.engines.probe import take_probe
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.reward_model import load_score_model
@@ -155,11 +157,9 @@ class TorchTrainEngine:
         return self._pairs.evaluate(pairs)
 
     def weights(self) -> Mapping[str, Tensor | ShardedTensor]:
-        """The parameters by Hugging Face name, tied ones once; valid until the next step.
-
-        With adapters these alone, under names as `x.q_proj.lora_A.weight`. Where they are sharded,
-        rank 0 reads them while the other ranks `serve_weights`.
-        """
+        """The parameters by Hugging Face name, tied ones once; valid until the next step. With
+        adapters these alone, under names as `x.q_proj.lora_A.weight`. Where they are sharded, rank
+        0 reads them while the other ranks `serve_weights`."""
         weights = self._placed.weights()
         return weights if self._adapters is None else self._adapters.trained(weights)
 
@@ -175,6 +175,10 @@ class TorchTrainEngine:
     def release_weights(self) -> None:
         """On rank 0: end the others' `serve_weights`."""
         self._placed.release()
+
+    def probe(self, num_tokens: int) -> Probe:
+        """Log-probs of a fixed prompt, for engines that sample from these weights. Collective."""
+        return take_probe(self._forward, num_tokens)
 
     def export(self, folder: Path) -> None:
         """Write what AutoModelForCausalLM and AutoTokenizer load; rank 0 writes.

@@ -15,8 +15,8 @@ from areal_ray.core.summaries import GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
 from areal_ray.errors import ActorLost, PublishError
 from areal_ray.runtime.fleet import Fleet
-from areal_ray.runtime.param_sync_actor import Committed
 from areal_ray.runtime.placement import EVALUATION
+from areal_ray.runtime.publish_report import Committed
 from areal_ray.runtime.run_config import EvaluationConfig
 from areal_ray.runtime.services import SyncService
 from areal_ray.runtime.weight_files import WeightFile, pin
@@ -177,7 +177,9 @@ class EvaluationService:
         if committed.plan is not None:  # else nothing was published, and it was loaded with this
             version, snapshot = committed.version, committed.snapshot
             await self._replica.submit(name, "weights_load", committed.plan, version, snapshot)
-            await self._replica.submit(name, "weights_swap", version)
+            swapped = await self._replica.submit(name, "weights_swap", version, committed.check)
+            if swapped.proof.difference:
+                raise ActorLost(f"{name} at version {version}: {swapped.proof.difference}")
         self._served = committed.version
 
     async def _attempt(

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.buckets import BucketPlan
+from areal_ray.core.canary import Probe, Sent
 from areal_ray.core.journal import JournalPlace, read_group_bytes
 from areal_ray.core.trajectory import Group, decode_group
 from areal_ray.engines.lora_config import LoraSetup
@@ -72,6 +73,8 @@ class LearnerSetup:
     lora: LoraSetup | None = None
     """Adapters that train in place of all weights; None = all weights."""
     import_roots: tuple[str, ...] = ()
+    probe_tokens: int = 0
+    """Length of the prompt on which replicas have to agree with the learner; 0 = none."""
     seed: int = 0
 
 
@@ -98,6 +101,7 @@ class LearnerActor:
         self._pairs: PairSource | None = None
         self._sender: WeightSender | None = None
         self._others: Sequence[ActorHandle] = ()
+        self._probe: Probe | None = None
         # All work of the engine on one thread: collectives must keep their order, and the actor
         # answers health() meanwhile. Weights travel on another, beside the engine's work.
         self._work = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -170,7 +174,11 @@ class LearnerActor:
     def _train_step(self, share: Share, version: int, oldest_version: int) -> StepStats:
         groups = iter(self._fetch([group for part in share for group in part]))
         minibatches = [[next(groups) for _ in part] for part in share]
-        return _with_memory(self._ready().train_step(minibatches, version, oldest_version))
+        engine = self._ready()
+        stats = engine.train_step(minibatches, version, oldest_version)
+        if self._setup.probe_tokens:  # here, where all ranks are at it together
+            self._probe = engine.probe(self._setup.probe_tokens)
+        return _with_memory(stats)
 
     def _fetch(self, wanted: Sequence[tuple[Any, JournalPlace | None]]) -> list[Group]:
         try:  # all at once: small payloads come from the driver, a round trip each
@@ -236,15 +244,15 @@ class LearnerActor:
         """Join a collective group, or open its meeting point; the address."""
         return await self._on(self._transfers, self._sends().join, membership, rank)
 
-    async def weights_send(self, plan: BucketPlan, version: int) -> list[str]:
-        """Send the present weights as `version`; digests of the buckets.
+    async def weights_send(self, plan: BucketPlan, version: int) -> Sent:
+        """Send the present weights as `version`; their digests, and the last step's probe.
 
         On the other ranks: give rank 0 what it reads of them meanwhile, and return nothing.
         """
         engine = self._ready()
         if self._rank:
             await self._on(self._transfers, engine.serve_weights)
-            return []
+            return Sent([])
         needed = self._others if engine.is_sharded else ()
         serving = [other.weights_send.remote(plan, version) for other in needed]
         try:
@@ -253,9 +261,9 @@ class LearnerActor:
             for rank, answer in enumerate(serving, start=1):
                 await ask(f"learner-{rank}", answer, "weights_send", _LET_GO_S)
 
-    def _send(self, plan: BucketPlan, version: int) -> list[str]:
+    def _send(self, plan: BucketPlan, version: int) -> Sent:
         try:
-            return self._sends().send(plan, version)
+            return Sent(self._sends().send(plan, version), self._probe)
         finally:
             self._ready().release_weights()
 

@@ -18,6 +18,11 @@ class NoReplicaLeft(PublishError):
     """Every replica is down or set aside just now; a publish may succeed once one is back."""
 
 
+def refusal(version: int, reason: str) -> str:
+    """Why a version was not committed, and which one is in force."""
+    return f"version {version}: {reason}. The committed version stays {version - 1}"
+
+
 @dataclass(frozen=True, slots=True)
 class Membership:
     """One collective group: a fresh name for every set of members, rank 0 is the learner."""

@@ -1,11 +1,14 @@
 """ParamSyncActor: the only writer of the version. A publish is a two-phase commit.
 
-    plan (once) -> stage: learner sends, replicas receive -> verify digests -> swap -> commit
+    plan (once) -> stage: learner sends, replicas receive -> verify digests -> swap and prove
+        -> commit
 
 A failure before the swap leaves everyone at the old version. A replica that fails is set aside,
 named in the report and brought back in a later publish once it answers again; the others go on in
 a group of a fresh name. A replica that hangs, or that may have swapped by half, is restarted, so
-that it comes back with the last committed weights. Holds no tensor and needs no torch.
+that it comes back with the last committed weights. One that swapped and cannot prove that it
+samples from the learner's weights sends nothing out; it is refreshed from the last committed ones,
+and the version is committed only if most agree. Holds no tensor and needs no torch.
 
 Waits: every call to an actor ends at `weights.timeout_s` (and a grace for the answer to travel).
 """
@@ -13,14 +16,17 @@ Waits: every call to an actor ends at `weights.timeout_s` (and a grace for the a
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, NoReturn
 from uuid import uuid4
 
 from areal_ray.core.buckets import BucketPlan
+from areal_ray.core.canary import Check, Probe, Sent, Swapped
 from areal_ray.errors import ArealRayError, DeadlineExceeded, PublishError
 from areal_ray.runtime.answers import Answers, ask, ask_all
-from areal_ray.runtime.membership import Membership, NoReplicaLeft
+from areal_ray.runtime.canary_vote import CanaryVote, check_of
+from areal_ray.runtime.membership import Membership, refusal
+from areal_ray.runtime.publish_report import Committed, ParamSyncHealth, PublishReport
 from areal_ray.runtime.roster import Roster
 from areal_ray.runtime.weight_files import WeightFile
 from areal_ray.runtime.weights_config import WeightsConfig
@@ -32,49 +38,6 @@ _BLANK_ATTEMPTS = 2
 """Groups that may break without a member to blame before the publish is given up."""
 
 LEARNER = "learner"
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """What one publish did."""
-
-    version: int
-    seconds: float
-    stage_s: float
-    """Until every byte was verified; engines sample meanwhile."""
-    swap_s: float
-    """From there until every replica swapped."""
-    engine_idle_s: float
-    """Longest standstill of an engine."""
-    bytes: int
-    """Of one copy of the weights as they travel."""
-    replicas: tuple[str, ...]
-    """That sample from this version now."""
-    quarantined: dict[str, str] = field(default_factory=dict)
-    """Replicas set aside: name -> reason. They sample from an older version or not at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What a late or restarted replica catches up with."""
-
-    version: int
-    plan: BucketPlan | None = None
-    """None where nothing was published: the model on disk is this version."""
-    snapshot: tuple[Any, ...] = ()
-    """The one ObjectRef of the sealed bytes, nested so that Ray passes it on unread, or the one
-    WeightFile; or empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSyncHealth:
-    """ParamSyncActor's own account of itself."""
-
-    version: int
-    replicas: tuple[str, ...]
-    quarantined: dict[str, str]
-    doing: str
-    """idle, or the phase under way and since how many seconds."""
 
 
 class ParamSyncActor:
@@ -90,6 +53,8 @@ class ParamSyncActor:
         self._address = ""
         self._plan: BucketPlan | None = None
         self._committed = Committed(version)
+        self._probe: Probe | None = None
+        self._vote = CanaryVote(self._limit_s, self._settled)
         self._publishing = asyncio.Lock()
         self._snapshotting = asyncio.Lock()
         self._doing = ("idle", 0.0)
@@ -126,6 +91,7 @@ class ParamSyncActor:
             PublishError: The learner failed, no replica could be updated, or the version is not
                 the next one. The committed version is unchanged and staged weights are discarded.
         """
+        await self._vote.recount(self._roster, version)
         async with self._publishing:
             if version != self._committed.version + 1:
                 raise PublishError(
@@ -148,7 +114,7 @@ class ParamSyncActor:
             if held.plan is None or held.snapshot:
                 return held
             payload = await self._snapshot(held.plan, held.version)
-            complete = Committed(held.version, held.plan, (payload,))
+            complete = replace(held, snapshot=(payload,))
             if self._committed is held:  # no newer version was committed meanwhile
                 self._committed = complete
             return complete
@@ -167,18 +133,19 @@ class ParamSyncActor:
         else:
             staged, payload = await self._stage_payload(self._plan, version)
         stage_s = time.perf_counter() - started_s
-        idle_s = await self._swap(staged, version)
+        check = check_of(self._config, self._probe)
+        swapped = await self._swap(staged, version, check)
         swap_s = time.perf_counter() - started_s - stage_s
-        self._committed = Committed(version, self._plan, payload)
+        self._committed = Committed(version, self._plan, payload, check)
         return PublishReport(
             version=version,
             seconds=time.perf_counter() - started_s,
             stage_s=stage_s,
             swap_s=swap_s,
-            engine_idle_s=max(idle_s.values(), default=0.0),
             bytes=self._plan.total_bytes,
-            replicas=tuple(idle_s),
+            swapped=swapped,
             quarantined=dict(self._roster.aside),
+            events=self._roster.take_news(),
         )
 
     async def _stage_collective(
@@ -187,7 +154,7 @@ class ParamSyncActor:
         """Who staged it, and the snapshot if one is taken; anew with the survivors on a failure."""
         blanks = 0
         while True:
-            names = self._present(version)
+            names = self._roster.needed(version)
             answers = await self._form(names)
             is_staged = not answers.failed
             if is_staged:
@@ -213,8 +180,15 @@ class ParamSyncActor:
         sending = self._learner.weights_send.remote(plan, version)
         calls = self._roster.calls(names, "weights_stage", plan, version)
         answers = await ask_all({LEARNER: sending, **calls}, "weights_stage", self._limit_s)
+        if LEARNER in answers.good:
+            answers.good[LEARNER] = self._noted(answers.good[LEARNER])
         answers.compare(LEARNER)
         return answers
+
+    def _noted(self, sent: Sent) -> list[str]:
+        """The digests of what was sent; its probe is kept for the swap."""
+        self._probe = sent.probe
+        return sent.digests
 
     async def _form(self, names: list[str]) -> Answers:
         """Join all into a group of a fresh name, unless the present one has these members."""
@@ -245,30 +219,31 @@ class ParamSyncActor:
         self, plan: BucketPlan, version: int
     ) -> tuple[list[str], tuple[Any, ...]]:
         """Through the object store: each replica reads the one payload by itself."""
-        names = self._present(version)
+        names = self._roster.needed(version)
         self._enter("stage")
-        digests = await self._ask_learner("weights_send", plan, version)
+        digests = self._noted(await self._ask_learner("weights_send", plan, version))
         payload = await self._snapshot_or_abandon(plan, version)
         calls = self._roster.calls(names, "weights_load", plan, version, [payload])
         answers = await ask_all(calls, "weights_load", self._limit_s)
         answers.good[LEARNER] = digests
         answers.compare(LEARNER)
         await self._blame(answers.failed, version)
-        self._present(version)
+        self._roster.needed(version)
         return [name for name in names if name not in answers.failed], (payload,)
 
-    async def _swap(self, staged: list[str], version: int) -> dict[str, float]:
-        """Idle seconds by replica that swapped."""
+    async def _swap(self, staged: list[str], version: int, check: Check) -> dict[str, Swapped]:
         self._enter("swap")
-        calls = self._roster.calls(staged, "weights_swap", version)
-        answers = await ask_all(calls, "weights_swap", self._limit_s)
-        for name, error in answers.failed.items():
-            # It may have loaded some tensors and not others: it must not sample again like that.
-            self._membership = None
-            self._roster.restart(name, error)
-        if self._roster.handles and not answers.good:
-            raise NoReplicaLeft(self._refusal(version, f"none swapped; {answers.listed()}"))
-        return {name: float(answers.good[name]) for name in staged if name in answers.good}
+        try:
+            return await self._vote.swap(self._roster, staged, version, check)
+        finally:
+            if not self._roster.aside.keys().isdisjoint(staged):
+                self._membership = None
+
+    async def _settled(self) -> Committed:
+        """What is committed once the publish under way has ended, with its snapshot."""
+        async with self._publishing:
+            pass
+        return await self.committed()
 
     async def _snapshot(self, plan: BucketPlan, version: int) -> Any:
         """Reference to the sealed bytes, as returned by the learner: owned here. Or a file."""
@@ -288,7 +263,7 @@ class ParamSyncActor:
         try:
             return await ask(LEARNER, answer, verb, self._limit_s)
         except ArealRayError as error:
-            raise PublishError(self._refusal(self._committed.version + 1, str(error))) from error
+            raise PublishError(refusal(self._committed.version + 1, str(error))) from error
 
     async def _blame(self, culprits: Mapping[str, ArealRayError], version: int) -> None:
         """Set culprits aside, restart the hung ones; the learner's failure ends the publish."""
@@ -308,22 +283,7 @@ class ParamSyncActor:
         self._membership = None
         calls = self._roster.calls(self._roster.present(), "weights_discard")
         await ask_all(calls, "weights_discard", self._limit_s)
-        raise PublishError(self._refusal(version, reason))
-
-    def _present(self, version: int) -> list[str]:
-        """Replicas to update.
-
-        Raises:
-            NoReplicaLeft: There are replicas, and all of them are set aside.
-        """
-        names = self._roster.present()
-        if self._roster.handles and not names:
-            aside = "; ".join(self._roster.aside.values())
-            raise NoReplicaLeft(self._refusal(version, f"no replica is left; {aside}"))
-        return names
-
-    def _refusal(self, version: int, reason: str) -> str:
-        return f"version {version}: {reason}. The committed version stays {self._committed.version}"
+        raise PublishError(refusal(version, reason))
 
     def _enter(self, phase: str) -> None:
         self._doing = (phase, time.monotonic())

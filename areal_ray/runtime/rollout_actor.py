@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from areal_ray.core.buckets import BucketPlan
+from areal_ray.core.canary import Check, Swapped
 from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.protocols import (
     EngineHealth,
@@ -29,12 +30,13 @@ from areal_ray.engines.protocols import (
     GenerationRequest,
     GenerationResult,
 )
-from areal_ray.errors import DeadlineExceeded
+from areal_ray.errors import DeadlineExceeded, PublishError
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.outbox import Outbox
 from areal_ray.runtime.rollout_config import RolloutConfig
+from areal_ray.runtime.swap_guard import SwapGuard
 from areal_ray.runtime.turn_wire import Collected
 from areal_ray.runtime.weight_files import WeightFile
 
@@ -105,9 +107,11 @@ class RolloutActor:
             pinned: Serve `version` until told otherwise: no catching up by itself.
         """
         self._name = name
-        self._policy = config.on_weight_update
         self._incarnation = uuid4().hex[:12]
         self._engine = build_engine(model_path, config, version=version, lora=lora)
+        self._guard = SwapGuard(
+            self._engine, config.on_weight_update, self._on_results, self._on_chunks
+        )
         from areal_ray.runtime.weight_receiver import WeightReceiver  # imports torch
 
         self._receiver = WeightReceiver(self._engine.weight_shapes())
@@ -116,17 +120,27 @@ class RolloutActor:
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread, so that the steps of one publish can never overtake each other.
         self._transfers = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._engine.start(self._guard.on_results, self._guard.on_chunks)
         if sync and not pinned:
             self._catch_up(reach(sync))
-        self._engine.start(self._on_results, self._on_chunks)
         collect_rarely()
 
     def _catch_up(self, sync: Any) -> None:
+        """Before the first request can come, as that waits for the constructor.
+
+        Raises:
+            PublishError: The engine does not sample from the committed weights.
+        """
         committed = _fetched(sync.committed.remote(), "the committed version")
         if committed.snapshot and committed.version > self._engine.health().version:
             payload = _fetched(committed.snapshot[0], f"version {committed.version}")
             self._receiver.stage_payload(committed.plan, committed.version, payload)
-            self._engine.swap(self._receiver.take(committed.version), committed.version, "keep")
+            proof = self._swap(committed.version, committed.check).proof
+            if proof.difference:
+                raise PublishError(
+                    f"{self._name} at version {committed.version}: {proof.difference}. Its engine "
+                    "does not compute what the learner does; see weights.canary"
+                )
 
     # Sampling
 
@@ -231,16 +245,20 @@ class RolloutActor:
         buffer = payload[0] if isinstance(payload[0], WeightFile) else await payload[0]
         return await self._in_order(self._receiver.stage_payload, plan, version, buffer)
 
-    async def weights_swap(self, version: int) -> float:
-        """Make the staged version the live one; seconds the engine stood still."""
-        return await self._in_order(self._swap, version)
+    async def weights_swap(self, version: int, check: Check) -> Swapped:
+        """Make the staged version the live one and prove it.
+
+        An engine whose proof fails is halted until a later swap is proven.
+        """
+        return await self._in_order(self._swap, version, check)
 
     async def weights_discard(self) -> None:
         """Forget what is staged."""
         await self._in_order(self._receiver.discard)
 
-    def _swap(self, version: int) -> float:
-        return self._engine.swap(self._receiver.take(version), version, self._policy)
+    def _swap(self, version: int, check: Check) -> Swapped:
+        tensors = self._receiver.take(version)
+        return self._guard.swap(tensors, version, check, lambda: list(self._clients))
 
     async def _in_order(self, function: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()

@@ -1,17 +1,19 @@
 """The replicas that a publish addresses: who takes part, who is set aside and why.
 
 Nobody waits for a replica set aside: it is asked once whether it answers again, and the next
-publish after its answer takes it back.
+publish after its answer takes it back. One whose weights differ is refreshed before, in place, or
+restarted where that does not help.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
 
 from areal_ray.errors import ActorLost, ArealRayError
-from areal_ray.runtime.fleet import call
+from areal_ray.runtime.fleet import call, unheard
+from areal_ray.runtime.membership import NoReplicaLeft, refusal
 
 
 class Roster:
@@ -21,10 +23,25 @@ class Roster:
         self.handles = dict(replicas)
         self.aside: dict[str, str] = {}
         self._probes: dict[str, asyncio.Future[str]] = {}
+        self.refreshing: dict[str, asyncio.Future[None]] = {}
+        """Those set aside for wrong weights, until they have the right ones or are restarted."""
+        self._news: list[str] = []
 
     def present(self) -> list[str]:
         """Names of those that take part."""
         return [name for name in self.handles if name not in self.aside]
+
+    def needed(self, version: int) -> list[str]:
+        """Names of those to be updated to a version.
+
+        Raises:
+            NoReplicaLeft: There are replicas, and all of them are set aside.
+        """
+        names = self.present()
+        if self.handles and not names:
+            aside = "; ".join(self.aside.values())
+            raise NoReplicaLeft(refusal(version, f"no replica is left; {aside}"))
+        return names
 
     def calls(self, names: list[str], verb: str, *args: Any) -> dict[str, Any]:
         """One verb asked of several replicas: their answers to come, by name."""
@@ -32,9 +49,13 @@ class Roster:
 
     def set_aside(self, name: str, reason: str) -> None:
         """Leave a replica out until it answers again; what it staged is void."""
-        self.aside[name] = reason
-        self.handles[name].weights_discard.remote()
+        self._leave_out(name, reason)
         self._probe(name)
+
+    def refresh(self, name: str, reason: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Set a replica aside that has wrong weights, and have `work` bring it the right ones."""
+        self._leave_out(name, f"{reason}; to be refreshed")
+        self.refreshing[name] = unheard(self._refresh(name, work))
 
     def restart(self, name: str, error: ArealRayError) -> None:
         """Set a replica aside whose state is unknown and, unless it died, have Ray restart it."""
@@ -51,14 +72,44 @@ class Roster:
                 continue
             if probe.exception() is None:
                 del self._probes[name], self.aside[name]
+                self._news.append(f"{name} takes part again")
             else:
                 self._probe(name)
+
+    async def until_refreshed(self) -> None:
+        """Wait for all that are being refreshed now."""
+        if self.refreshing:
+            await asyncio.wait(self.refreshing.values())
 
     def close(self) -> None:
         """Ask nobody any more."""
         for probe in self._probes.values():
             probe.cancel()
-        self._probes = {}
+        for refreshing in self.refreshing.values():
+            refreshing.cancel()
+        self._probes, self.refreshing = {}, {}
+
+    def take_news(self) -> tuple[str, ...]:
+        """Who was set aside and who is back since the last call, a line each."""
+        news, self._news = tuple(self._news), []
+        return news
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.aside[name] = reason
+        self._news.append(f"set aside: {reason}")
+        self.handles[name].weights_discard.remote()
+
+    async def _refresh(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except ArealRayError as error:
+            del self.refreshing[name]
+            self.restart(name, error)
+        else:
+            del self.refreshing[name]
+            self._news.append(f"{name} is refreshed")
+            self._probes[name] = asyncio.get_running_loop().create_future()
+            self._probes[name].set_result("it has just answered")
 
     def _probe(self, name: str) -> None:
         if name in self._probes:

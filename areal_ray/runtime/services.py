@@ -22,7 +22,7 @@ from areal_ray.engines.sft import SftEvaluation
 from areal_ray.errors import ActorLost, EngineError
 from areal_ray.runtime.fleet import Fleet, call, unheard
 from areal_ray.runtime.membership import NoReplicaLeft
-from areal_ray.runtime.param_sync_actor import Committed, PublishReport
+from areal_ray.runtime.publish_report import Committed, PublishReport
 
 _RETRY_S = 1.0
 _SCORE_TRIES = 3

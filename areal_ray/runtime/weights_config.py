@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_ray.core.buckets import ALIGNMENT_BYTES
 from areal_ray.core.config import Config
+from areal_ray.runtime.canary_config import CanaryConfig
 
 
 class WeightsConfig(Config):
@@ -34,6 +35,7 @@ class WeightsConfig(Config):
     """lazy: the learner keeps the bytes of the last committed version, and they enter the object
     store when a late or restarted replica (or evaluation) asks. always: after every publish; they
     then outlive the learner, for the price of one copy of the model per publish."""
+    canary: CanaryConfig = CanaryConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,13 +1,15 @@
-"""MismatchAlarm: says when rollout engine and learner no longer agree on the same weights.
+"""Says when rollout engine and learner no longer agree on the same weights.
 
-It rests upon tokens that the learner's own version sampled, of which an asynchronous run may train
-on none; then it says that it is blind.
+MismatchAlarm rests upon tokens that the learner's own version sampled, of which an asynchronous run
+may train on none; then it says that it is blind. ProbeAlarm rests upon the canary's fixed prompt,
+which every publish looks at.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 MISMATCH = "mismatch/kl_nats"
 FRESH_TOKENS = "mismatch/fresh_tokens"
+PROBE = "publish/probe_mean_nats"
 _BLIND_AFTER_STEPS = 20
 
 
@@ -44,5 +46,30 @@ class MismatchAlarm:
         return (
             f"step {step}: {_BLIND_AFTER_STEPS} steps so far trained on no token of the learner's "
             f"own version, so {MISMATCH} and its alarm are blind in them. Look at "
-            "mismatch/stale_kl_nats, or run some steps with admission.max_head_offpolicyness=0."
+            f"mismatch/stale_kl_nats and {PROBE}, or run some steps with "
+            "admission.max_head_offpolicyness=0."
+        )
+
+
+class ProbeAlarm:
+    """One line when the probe's mean difference first lies above the threshold; again after it has
+    been below."""
+
+    def __init__(self, threshold_nats: float | None) -> None:
+        """Be silent for ever where the threshold is None."""
+        self._threshold = threshold_nats
+        self._is_on = False
+
+    def check(self, step: int, metrics: Iterable[tuple[str, float]]) -> str | None:
+        """What to tell after a publish with these metrics, one of the name for each replica."""
+        found = max((value for name, value in metrics if name == PROBE), default=None)
+        if self._threshold is None or found is None:
+            return None
+        was_on, self._is_on = self._is_on, found > self._threshold
+        if was_on or not self._is_on:
+            return None
+        return (
+            f"step {step}: {PROBE} is {found:.3g}, above telemetry.probe_alarm_nats = "
+            f"{self._threshold:g}: rollout engine and learner disagree on a fixed prompt under the "
+            "same weights. Compare their dtypes and kernels."
         )

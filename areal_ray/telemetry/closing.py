@@ -105,7 +105,9 @@ def summary_facts(summary: Summary) -> list[tuple[str, str]]:
     if publish.count and publish.mean_s is not None:
         idle = publish.engine_idle_s
         still = "" if idle is None else f", engines stood still {1000 * idle:.2g} ms each"
-        facts.append(("publishes", f"{publish.count}, {publish.mean_s:.2f} s each{still}"))
+        differed = f", {publish.differing} canaries differed" if publish.differing else ""
+        text = f"{publish.count}, {publish.mean_s:.2f} s each{still}{differed}"
+        facts.append(("publishes", text))
     if summary.replaced:
         facts.append(("replaced", "; ".join(summary.replaced)))
     return facts

@@ -115,7 +115,11 @@ rollout/version_spread_versions | versions | max | Newest less oldest version se
 
 publish/wall_s | s | mean | From the end of the update until the version is committed.
 publish/stage_s | s | mean | Seconds of a publish: until every staged byte was verified.
-publish/swap_s | s | mean | Seconds of a publish: from there until every replica swapped.
+publish/swap_s | s | mean | Seconds of a publish: from there until every replica proved its swap.
+publish/canary_s | s | max | Slowest replica's check of its live weights; it samples meanwhile.
+publish/probe_max_nats | nats | max | Canary: largest difference of a log-prob, engine to learner.
+publish/probe_mean_nats | nats | mean | Canary: mean of the absolute differences, over replicas.
+publish/differing_replicas | replicas | sum | Replicas that swapped and differed; refreshed since.
 publish/engine_idle_s | s | mean | Seconds a replica stood still, mean over replicas.
 publish/bytes | bytes | sum | Bytes of one weight set, times the publishes.
 publish/bytes_per_s | bytes_per_s | mean | Bytes of one weight set over publish/stage_s.

@@ -37,6 +37,9 @@ class TelemetryConfig(Config):
     """Groups written in such a step."""
     mismatch_alarm_nats: float | None = Field(0.02, gt=0.0)
     """Say so when mismatch/kl_nats exceeds it; null = never."""
+    probe_alarm_nats: float | None = Field(0.2, gt=0.0)
+    """Say so when publish/probe_mean_nats exceeds it, which sees engine and learner disagree at
+    any staleness; null = never."""
 
 
 class Sink(Protocol):

@@ -87,6 +87,8 @@ class PublishSummary:
     """Weight updates of the rollout fleet."""
 
     count: int = 0
+    differing: int = 0
+    """Times that a replica swapped and did not sample from the learner's weights."""
     mean_s: float | None = None
     engine_idle_s: float | None = None
     """Mean seconds a replica stood still for one publish."""
@@ -126,6 +128,8 @@ class Summary:
     driver: DriverSummary = DriverSummary()
     replaced: tuple[str, ...] = ()
     """Actors that died and were replaced, one line each."""
+    publish_events: tuple[str, ...] = ()
+    """Replicas that a publish set aside or took back, one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -173,6 +177,7 @@ class RunEnd:
     """Trained groups by staleness in versions."""
     ledger: LedgerSummary = LedgerSummary()
     replaced: tuple[str, ...] = ()
+    publish_events: tuple[str, ...] = ()
 
 
 def summarize(folder: Path, end: RunEnd) -> Summary:
@@ -200,6 +205,7 @@ def summarize(folder: Path, end: RunEnd) -> Summary:
         ),
         publish=PublishSummary(
             count=publishes,
+            differing=int(_total(steps, "publish/differing_replicas")),
             mean_s=_mean([row.get("publish/wall_s") for row in steps]),
             engine_idle_s=_mean([row.get("publish/engine_idle_s") for row in steps]),
         ),

@@ -19,6 +19,8 @@ class RunTally:
         """Trained groups by learner version - oldest behaviour version trained on."""
         self.replaced: list[str] = []
         """Actors that died, a line each; not those before a resumption."""
+        self.publishes: list[str] = []
+        """Replicas that a publish set aside or took back, a line each; likewise."""
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "RunTally":
@@ -49,6 +51,7 @@ class RunTally:
             "staleness_histogram": dict(self.staleness),
             "ledger": self._ledger_summary(),
             "replaced": tuple(self.replaced),
+            "publish_events": tuple(self.publishes),
         }
 
     def _ledger_summary(self) -> LedgerSummary:

@@ -204,13 +204,24 @@ def test_a_run_at_its_last_step_does_not_wait_for_slow_rollouts(runs: Runs) -> N
 
 
 def test_a_stop_does_not_wait_for_a_rollout_that_hangs_in_a_publish(runs: Runs) -> None:
-    """Nor does the step get lost whose weights it never took."""
+    """Nor does the step get lost whose weights it never took.
+
+    The thread that takes weights in hangs first, and the whole process once a publish waits for it.
+    Halted at any other moment, the rollout may owe the groups of the next step, and then there is
+    neither a step nor a publish.
+    """
     handle = runs.start("stop-in-publish", "steps=500")
     until_step(handle, 2)
     pid = pid_of("stop-in-publish", "rollout-0")
-    os.kill(pid, signal.SIGSTOP)
+
+    def hang_in_next_publish(self):
+        self._transfers.submit(time.sleep, 600)
+
+    rollout = actor_of("stop-in-publish", "rollout-0")
+    ray.get(rollout.__ray_call__.remote(hang_in_next_publish), timeout=60)
     try:
         until(lambda: is_publishing("stop-in-publish"), "a publish that does not end")
+        os.kill(pid, signal.SIGSTOP)
         asked_s = time.monotonic()
         handle.stop()
         summary = handle.wait(PATIENCE_S)

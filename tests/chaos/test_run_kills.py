@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from areal_ray.errors import ArealRayError
+from areal_ray.telemetry.rows import read_rows
 from tests.support.whole_runs import (
     Runs,
     actor_of,
@@ -118,3 +119,41 @@ def test_a_run_that_lost_its_param_sync_names_it(runs: Runs) -> None:
         handle.wait(120)
     until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("sync-killed/")],
           "the actors to end", 30)  # fmt: skip
+
+
+def test_a_run_that_lost_its_second_learner_rank_names_it(runs: Runs) -> None:
+    handle = runs.start("rank-killed", "learner.ranks=2", *SLOW)
+    until_step(handle, 1)
+    kill("rank-killed", "learner-1")
+    with pytest.raises(ArealRayError, match="learner-1 died"):
+        handle.wait(120)
+
+
+def test_a_replica_altered_in_mid_run_is_told_counted_refreshed_and_back(runs: Runs) -> None:
+    handle = runs.start("altered", "rollout.replicas=2", *SLOW)
+    until_step(handle, 2)
+
+    def alter_next_swap(self):
+        from tests.support.fragile_rollout import FragileEngine
+
+        self._engine.__class__ = FragileEngine
+        self._engine.fault = "alter"
+
+    replica = actor_of("altered", "rollout-1")
+    ray.get(replica.__ray_call__.remote(alter_next_swap), timeout=60)
+    assert_ended_well(handle)
+    summary = handle.wait(1)
+    assert (summary.publish.count, summary.publish.differing) == (STEPS, 1)
+    told = summary.publish_events
+    assert "set aside: rollout-1 at version" in told[0]
+    assert "embedding is live with other bytes than those that arrived" in told[0]
+    assert told[1].endswith("rollout-1 is refreshed")
+    assert told[2].endswith("rollout-1 takes part again")
+    assert told[0] in events_of(handle.folder)
+    report = (handle.folder / "report.html").read_text(encoding="utf-8")
+    assert "Set aside by a publish" in report
+    rows = read_rows(handle.folder / "metrics.jsonl")
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert sum(row["publish/differing_replicas"] for row in steps) == 1
+    assert all(row["publish/probe_max_nats"] < 1e-4 for row in steps)
+    assert not summary.replaced  # it was refreshed in place

@@ -8,7 +8,8 @@ import ray
 import torch
 
 from areal_ray.errors import PublishError
-from areal_ray.runtime.param_sync_actor import Committed, ParamSyncActor
+from areal_ray.runtime.param_sync_actor import ParamSyncActor
+from areal_ray.runtime.publish_report import Committed
 from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import TINY, LearnerStandIn, ReplicaStandIn, tensors
 from tests.support.weight_crew import WeightCrew, assert_live
@@ -40,7 +41,7 @@ def _load(replica: Any, committed: Committed) -> None:
     """What a late or pinned replica does with a committed version."""
     load = replica.weights_load.remote(committed.plan, committed.version, committed.snapshot)
     assert len(ray.get(load, timeout=30)) == committed.plan.num_buckets
-    ray.get(replica.weights_swap.remote(committed.version), timeout=30)
+    ray.get(replica.weights_swap.remote(committed.version, committed.check), timeout=30)
 
 
 def _next(crew: WeightCrew) -> int:

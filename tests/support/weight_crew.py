@@ -11,11 +11,12 @@ import torch
 from ray.exceptions import ActorUnavailableError
 
 from areal_ray.runtime.membership import NoReplicaLeft
-from areal_ray.runtime.param_sync_actor import ParamSyncActor, PublishReport
+from areal_ray.runtime.param_sync_actor import ParamSyncActor
+from areal_ray.runtime.publish_report import PublishReport
 from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import TINY, LearnerStandIn, ReplicaStandIn, Shapes, tensors
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 """For an actor to start or restart on a machine with more to do."""
 
 
@@ -46,10 +47,10 @@ class WeightCrew:
         for actor in self._spawned:
             ray.kill(actor)
 
-    def spawn(self, cls: type, *args: Any, restarts: int = 0) -> Any:
+    def spawn(self, cls: type, *args: Any, restarts: int = 0, **fields: Any) -> Any:
         """A further actor that ends with the crew."""
         options = {"num_cpus": 0, "max_restarts": restarts}
-        actor = ray.remote(cls).options(**options).remote(*args)
+        actor = ray.remote(cls).options(**options).remote(*args, **fields)
         self._spawned.append(actor)
         return actor
 
@@ -94,16 +95,17 @@ class WeightCrew:
         self._stopped_pids.append(pid)
         os.kill(pid, signal.SIGSTOP)
 
-    def publish_until_all_are_back(self) -> int:
+    def publish_until_all_are_back(self, **others: Any) -> int:
         """Publish until every replica takes part again; the version they then have."""
+        names = (*self.replicas, *others)
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             version = self.version() + 1
             with suppress(NoReplicaLeft):
-                if self.publish(version).replicas == tuple(self.replicas):
+                if self.publish(version).replicas == names:
                     return version
             time.sleep(0.3)
-        raise AssertionError(f"no publish reached all of {list(self.replicas)}")
+        raise AssertionError(f"no publish reached all of {names}")
 
 
 def answer(method: Any) -> Any:

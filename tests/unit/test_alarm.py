@@ -1,6 +1,6 @@
 """The alarm for a rollout engine that disagrees with the learner."""
 
-from areal_ray.telemetry.alarm import FRESH_TOKENS, MISMATCH, MismatchAlarm
+from areal_ray.telemetry.alarm import FRESH_TOKENS, MISMATCH, PROBE, MismatchAlarm, ProbeAlarm
 
 
 def test_a_mismatch_above_the_threshold_is_told_once_until_it_was_below_again():
@@ -37,3 +37,14 @@ def test_a_run_without_fresh_tokens_is_told_once_that_the_alarm_is_blind():
 def test_steps_that_measure_nothing_of_the_kind_do_not_count_as_blind():
     alarm = MismatchAlarm(0.01)
     assert not any(alarm.check(step, {}) for step in range(60))
+
+
+def test_a_probe_above_the_threshold_is_told_once_until_it_was_below_again():
+    alarm = ProbeAlarm(0.1)
+    means = [0.01, 0.3, 0.4, 0.05, 0.2]
+    told = [alarm.check(step, [(PROBE, 0.0), (PROBE, n)]) for step, n in enumerate(means, 1)]
+    assert [line is not None for line in told] == [False, True, False, False, True]
+    assert told[1] is not None
+    assert told[1].startswith(f"step 2: {PROBE} is 0.3, above telemetry.probe_alarm_nats = 0.1")
+    assert ProbeAlarm(None).check(1, [(PROBE, 9.0)]) is None
+    assert alarm.check(6, []) is None

@@ -10,7 +10,7 @@ from areal_ray.core.task import Task
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.runtime.evaluation import EvaluationResult, EvaluationService, Pinned
 from areal_ray.runtime.fleet import Fleet
-from areal_ray.runtime.param_sync_actor import Committed
+from areal_ray.runtime.publish_report import Committed
 from areal_ray.runtime.run_config import EvaluationConfig
 
 

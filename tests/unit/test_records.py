@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from areal_ray.core.canary import Proof, Swapped
 from areal_ray.core.ledger import Lease, Ledger
 from areal_ray.core.queue import Ticket
 from areal_ray.core.summaries import GroupSummary, ScoreSummary
@@ -15,7 +16,7 @@ from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.preference import PairEvaluation
 from areal_ray.engines.protocols import StepStats
 from areal_ray.records import Records
-from areal_ray.runtime.param_sync_actor import PublishReport
+from areal_ray.runtime.publish_report import PublishReport
 from areal_ray.telemetry.progress import Progress, QuietProgress, open_progress
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE, TelemetryConfig, open_metric_log
@@ -36,7 +37,13 @@ class Listener(QuietProgress):
 
 
 def records_of(
-    folder: Path, ledger: Ledger, progress: Progress | None = None, **admission: Any
+    folder: Path,
+    ledger: Ledger,
+    progress: Progress | None = None,
+    *,
+    statuses: list[Any] | None = None,
+    probe_alarm_nats: float | None = None,
+    **admission: Any,
 ) -> Records:
     config = TelemetryConfig(console="off", tensorboard=False, ray_metrics=False)
     return Records(
@@ -45,7 +52,8 @@ def records_of(
         waits=WaitBoard(),
         admission=AdmissionConfig(groups_per_step=2, **admission),
         tally=RunTally(ledger),
-        write_status=lambda status: None,
+        write_status=([] if statuses is None else statuses).append,
+        probe_alarm_nats=probe_alarm_nats,
     )
 
 
@@ -55,8 +63,8 @@ def ticket(*versions: int) -> Ticket[str]:
 
 def published(version: int) -> PublishReport:
     return PublishReport(
-        version=version, seconds=0.6, stage_s=0.4, swap_s=0.2, engine_idle_s=0.1, bytes=80,
-        replicas=("rollout-0",),
+        version=version, seconds=0.6, stage_s=0.4, swap_s=0.2, bytes=80,
+        swapped={"rollout-0": Swapped(0.1, Proof(seconds=0.03, largest_nats=0.2, mean_nats=0.1))},
     )  # fmt: skip
 
 
@@ -157,3 +165,37 @@ def test_a_row_tells_pacing_publish_and_restarts(tmp_path):
     records.trained(2, 1, [ticket(1)], StepStats(), published(2), GAUGES)
     assert row_of(tmp_path)["admission/admitted_groups"] == 0
     assert row_of(tmp_path)["rollout/restarts"] == 0
+
+
+def test_a_replica_that_differed_is_counted_told_and_kept_for_the_report(tmp_path):
+    heard = Listener()
+    statuses: list[Any] = []
+    records = records_of(tmp_path, Ledger(), heard, statuses=statuses)
+    reason = "rollout-1 at version 1: head is live with other bytes than those that arrived"
+    good, bad = Proof(seconds=0.01, largest_nats=3e-6, mean_nats=1e-6), Proof(reason, seconds=0.02)
+    report = PublishReport(
+        version=1, seconds=0.6, stage_s=0.4, swap_s=0.2, bytes=80,
+        swapped={"rollout-0": Swapped(0.1, good), "rollout-1": Swapped(0.2, bad)},
+        quarantined={"rollout-1": reason}, events=(f"set aside: {reason}",),
+    )  # fmt: skip
+    records.trained(1, 0, [ticket(0)], StepStats(), report, GAUGES)
+    row = row_of(tmp_path)
+    told = f"publish of version 1: set aside: {reason}"
+    assert row["publish/differing_replicas"] == row["publish/failed_publishes"] == 1
+    assert (row["publish/engine_idle_s"], row["publish/canary_s"]) == (0.2, 0.02)
+    assert row["publish/probe_max_nats"] == 3e-6
+    assert report.replicas == ("rollout-0",)
+    assert heard.told == [told]
+    assert records.tally.end_facts()["publish_events"] == (told,)
+    records.status({})
+    assert statuses[-1]["set aside"] == {"rollout-1": reason}
+    records.trained(2, 1, [ticket(1)], StepStats(), published(2), GAUGES)
+    records.status({})
+    assert "set aside" not in statuses[-1]
+
+
+def test_a_probe_that_drifts_is_told_although_no_fresh_token_trains(tmp_path):
+    heard = Listener()
+    records = records_of(tmp_path, Ledger(), heard, probe_alarm_nats=0.05)
+    records.trained(1, 0, [ticket(0)], StepStats(), published(1), GAUGES)
+    assert "publish/probe_mean_nats is 0.1, above" in heard.told[0]

@@ -74,7 +74,8 @@ def test_the_summary_adds_up_the_rows(tmp_path: Path):
     )
     assert summary["tokens"] == {"sampled": 400, "trained": 360}
     assert summary["publish"] == {
-        "count": 4, "mean_s": pytest.approx(0.25), "engine_idle_s": pytest.approx(0.01),
+        "count": 4, "differing": 0, "mean_s": pytest.approx(0.25),
+        "engine_idle_s": pytest.approx(0.01),
     }  # fmt: skip
     assert summary["driver"] == {"cpu_s": 2.0, "bytes_per_trajectory": 200.0, "trajectories": 16}
 
