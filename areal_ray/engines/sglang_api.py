@@ -8,7 +8,7 @@ error at once. Lives on one event loop.
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class SglangApi:
         answer = _object(await self._asked("POST", "/generate", body, None), "/generate")
         return _sampled(answer, 0)
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[Sampled]:
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Sampled, None]:
         """/generate as events; each yields what is new since the last."""
         num_told, is_ended = 0, False
         async for event in self._events("/generate", body):

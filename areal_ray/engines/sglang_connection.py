@@ -52,9 +52,7 @@ async def connect(
     await _probe(api, version)
 
 
-async def _answered(
-    api: SglangApi, limit_s: float, why_ended: Callable[[], str]
-) -> dict[str, Any]:
+async def _answered(api: SglangApi, limit_s: float, why_ended: Callable[[], str]) -> dict[str, Any]:
     """/server_info once it is there."""
     deadline = time.monotonic() + limit_s
     while True:
@@ -80,8 +78,10 @@ def _check(
     wrong = []
     if numbers < _OLDEST:
         wrong.append(f"it is SGLang {version}, must be {'.'.join(map(str, _OLDEST))} or newer")
-    if said.get("tp_size", 1) != config.tensor_parallel:
-        wrong.append(f"tp_size is {said.get('tp_size')}, tensor_parallel {config.tensor_parallel}")
+    if said.get("tp_size", 1) != config.tp_size:
+        wrong.append(
+            f"tp_size is {said.get('tp_size')}, must be rollout.engine.tp_size {config.tp_size}"
+        )
     if said.get("dp_size", 1) != 1:
         wrong.append(f"dp_size is {said['dp_size']}, must be 1: one server a replica")
     if said.get("preferred_sampling_params"):

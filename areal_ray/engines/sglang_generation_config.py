@@ -11,7 +11,7 @@ from areal_ray.core.config import Config
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OWN_ARGUMENTS = frozenset(
     {
-        *("model_path", "model", "host", "port", "tp_size", "tensor_parallel_size", "dtype"),
+        *("model_path", "model", "host", "port", "tp_size", "dtype"),
         *("device", "base_gpu_id", "context_length", "weight_version", "skip_tokenizer_init"),
         *("incremental_streaming_output", "enable_memory_saver", "api_key", "admin_api_key"),
     }
@@ -34,8 +34,9 @@ class SglangGenerationConfig(Config):
     """Of a server we start: cpu, cuda, cuda:1, ...; auto = what SGLang finds."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of a server we start; auto = the checkpoint's own."""
-    tensor_parallel: int = Field(1, ge=1)
-    """GPUs that share a server's model (also of one at a url)."""
+    tp_size: int = Field(1, ge=1)
+    """GPUs that share a server's model, also of one at a url. For a server that the replica starts,
+    rollout.num_gpus must be as many."""
     max_context_tokens: int = Field(0, ge=0)
     """Prompt and sampled tokens of one turn; 0 = what the model allows, at most 8192."""
     max_in_flight: int = Field(256, ge=1)

@@ -37,7 +37,7 @@ def server_command(
         "model_path": str(model.folder),
         "host": "127.0.0.1",
         "port": port,
-        "tp_size": config.tensor_parallel,
+        "tp_size": config.tp_size,
         "dtype": _dtype(config, model.folder),
         # SGLang keeps two positions for itself.
         "context_length": min(model.window_tokens + 2, model.allowed_tokens),
@@ -124,8 +124,8 @@ def main(settings: str) -> None:
     command = json.loads(settings)["command"]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     while server.poll() is None:
-        readable, _, _ = select.select([sys.stdin], [], [], 0.2)
-        if readable and not sys.stdin.buffer.read1():
+        readable, _, _ = select.select([0], [], [], 0.2)
+        if readable and not os.read(0, 1):
             break
     _end_group(server)
     code = server.returncode

@@ -182,19 +182,20 @@ class TurnDesk:
             else:
                 turn.task.cancel()
 
-    async def interrupt(self, patience_s: float) -> None:
-        """Wait until no piece is at the server, which was told to abort all; gates are closed.
-
-        A piece that still waits at the server's door would begin after the update: its connection
-        is closed and it is sent again later.
-        """
+    async def idle(self, limit_s: float) -> bool:
+        """Wait so long until no piece is at the server; whether that came."""
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(limit_s):
                 await self._is_idle.wait()
         except TimeoutError:
-            for piece in self._pieces.values():
-                piece.cancel()
-            await self._is_idle.wait()
+            return False
+        return True
+
+    async def cut_off(self) -> None:
+        """Close the connections of all pieces; what they would have brought is sampled again."""
+        for piece in self._pieces.values():
+            piece.cancel()
+        await self._is_idle.wait()
 
     async def drained(self) -> None:
         """Wait until every turn that has begun has ended."""

@@ -58,7 +58,7 @@ def weight_path(config: SglangGenerationConfig, api: SglangApi, model: Path) -> 
     if config.weights == "disk":
         return DiskPath(api, model, config.weights_folder)
     if config.weights == "tensor":
-        return TensorPath(api, config.bucket_bytes, config.tensor_parallel)
+        return TensorPath(api, config.bucket_bytes, config.tp_size)
     return GroupPath(api, config)
 
 
@@ -169,7 +169,7 @@ class GroupPath:
             "master_address": group.host,
             "master_port": group.port,
             "rank_offset": 1,
-            "world_size": 1 + self._config.tensor_parallel,
+            "world_size": 1 + self._config.tp_size,
             "group_name": group.name,
             "backend": self._config.group_backend,
         }
@@ -188,7 +188,7 @@ class _SendingGroup:
     def __init__(self, config: SglangGenerationConfig) -> None:
         self.host = "127.0.0.1" if not config.url else _own_address(config.url)
         self.name = f"areal-ray-{id(self):x}"
-        self._world_size = 1 + config.tensor_parallel
+        self._world_size = 1 + config.tp_size
         self._backend = config.group_backend
         self._timeout = timedelta(seconds=min(_GROUP_DEADLINE_S, config.request_timeout_s))
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -230,9 +230,7 @@ class _SendingGroup:
             dist.destroy_process_group(group)
 
 
-async def _together(
-    asked: Awaitable[None], function: Callable[..., None], *args: Any
-) -> None:
+async def _together(asked: Awaitable[None], function: Callable[..., None], *args: Any) -> None:
     """A request to the server and the blocking half of the same exchange here."""
     request = asyncio.ensure_future(asked)
     half = _in_thread(function, *args)

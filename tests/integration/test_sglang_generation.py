@@ -175,8 +175,7 @@ def test_every_token_of_a_running_turn_carries_the_version_that_sampled_it(folde
             ]
         )
         for version in (1, 2, 3):
-            until(lambda before=engine.health().sampled_tokens: joined_length(client) > before / 2)
-            time.sleep(0.05)
+            time.sleep(0.06)
             idle_s = engine.swap(
                 forcing_weights(engine.weight_shapes(), 40 + version), version, policy
             )
@@ -193,10 +192,6 @@ def test_every_token_of_a_running_turn_carries_the_version_that_sampled_it(folde
     assert joined(client.chunks, "read along", "versions") == results[0].versions.tolist()
     assert set(flushes) == {policy == "recompute"}
     assert set(keys) == {"version-0"}, "a turn that goes on finds its own keys and values"
-
-
-def joined_length(client: Served) -> int:
-    return sum(len(chunk.token_ids) for chunk in client.chunks)
 
 
 def test_a_turn_that_begins_after_an_update_never_sees_older_keys_and_values(folder):
@@ -476,34 +471,35 @@ def python(tmp_path: Path) -> str:
     return str(script)
 
 
-def test_a_server_is_started_used_and_ended(folder, python):
-    engine = SglangGenerationEngine(folder, SglangGenerationConfig(python=python), version=4)
-    client = Served(engine)
-    engine.start(client.receive)
-    result = client.run([request("r", [5, 6], max_new_tokens=3)])[0]
-    assert result.versions.tolist() == [4, 4, 4]
-    process = server_process(engine)
-    engine.close()
-    until(lambda: not is_alive(process))
-
-
-def test_weights_are_broadcast_to_the_server_of_another_process(folder, python):
+def test_a_server_is_started_given_weights_by_broadcast_put_to_sleep_and_ended(folder, python):
     config = SglangGenerationConfig(
         python=python, weights="distributed", group_backend="gloo", bucket_bytes=2**20,
-        args={"step_s": 0.004},
+        memory_saver=True, args={"step_s": 0.004},
     )  # fmt: skip
-    engine = SglangGenerationEngine(folder, config)
+    engine = SglangGenerationEngine(folder, config, version=4)
     client = Served(engine)
     engine.start(client.receive)
     engine.submit([request("r", random_prompt(0, 20), max_new_tokens=60)])
-    for version in (1, 2):
+    for version in (5, 6):
         time.sleep(0.05)
         engine.swap(forcing_weights(engine.weight_shapes(), 40 + version), version, "recompute")
     result = client.wait("r")[0]
-    engine.close()
-    forced = result.versions > 0
-    assert result.versions[-1] == 2
+    forced = result.versions > 4
+    assert (result.versions[0], result.versions[-1]) == (4, 6)
     assert (result.token_ids[forced] == 40 + result.versions[forced]).all()
+
+    engine.pause()
+    engine.sleep()
+    with pytest.raises(EngineError, match="wake it first"):
+        engine.resume()
+    assert len(engine.score(random_prompt(0, 9))) == 8  # the server refuses it asleep
+    engine.wake()
+    engine.resume()
+    assert len(client.run([request("s", [5], max_new_tokens=2)])[0].token_ids) == 2
+
+    process = server_process(engine)
+    engine.close()
+    until(lambda: not is_alive(process))
 
 
 def test_a_server_that_dies_is_told_by_health_and_by_every_turn(folder, python):
@@ -522,33 +518,33 @@ def test_a_server_that_dies_is_told_by_health_and_by_every_turn(folder, python):
     engine.close()
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_words(folder, python):
-    config = SglangGenerationConfig(python=python, args={"no_such_option": 1})
-    with pytest.raises(EngineError, match="ended with code 2; (.|\n)*--no-such-option"):
-        SglangGenerationEngine(folder, config)
+def test_a_server_that_does_not_start_is_told_with_its_last_words(folder, tmp_path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho unrecognized arguments: $7 1>&2\nexit 2\n")
+    script.chmod(0o755)
+    with pytest.raises(EngineError, match=r"ended with code 2; (.|\n)*arguments: --port"):
+        SglangGenerationEngine(folder, SglangGenerationConfig(python=str(script)))
 
 
-def test_a_killed_replica_takes_its_server_along(folder, python, tmp_path):
-    told = tmp_path / "pid"
+def test_a_killed_replica_takes_its_server_along():
     owner = subprocess.Popen(
         [sys.executable, "-c",
-         "import sys, time; from pathlib import Path\n"
-         "from areal_ray.engines.sglang_generation import SglangGenerationEngine as E\n"
-         "from areal_ray.engines.sglang_generation_config import SglangGenerationConfig as C\n"
-         "from tests.integration.test_sglang_generation import server_process\n"
-         "engine = E(sys.argv[1], C(python=sys.argv[2]))\n"
-         "Path(sys.argv[3] + '.part').write_text(str(server_process(engine)))\n"
-         "Path(sys.argv[3] + '.part').rename(sys.argv[3])\n"
-         "time.sleep(60)",
-         str(folder), python, str(told)], cwd=ROOT,
+         "import time\n"
+         "from areal_ray.engines.sglang_server import SglangServer\n"
+         "server = SglangServer(['sh', '-c', 'echo $$; sleep 600 & wait'])\n"
+         "while not server.last_lines().isdigit(): time.sleep(0.05)\n"
+         "print(server.last_lines(), flush=True)\n"
+         "time.sleep(600)"],
+        stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
-    try:
-        until(told.exists, 60.0)
-    finally:
-        owner.kill()
-        owner.wait()
-    process = int(told.read_text())
-    until(lambda: not is_alive(process), 20.0)
+    assert owner.stdout is not None
+    process = int(owner.stdout.readline())
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    assert is_alive(process)
+    assert len(children) == 1
+    owner.kill()
+    owner.wait()
+    until(lambda: not is_alive(process) and not is_alive(int(children[0])), 20.0)
 
 
 def server_process(engine: Any) -> int:

@@ -2,9 +2,9 @@
 
 Routes and fields follow SGLang 0.5.23. The scheduler is as plain as can be: one forward over all
 running sequences a step, without a cache, so weights act at once on every token that follows. What
-SGLang does that an adapter can trip over is kept: pausing in mode abort ends every request with what
-it has, a request that comes while paused waits at the door, an abort reaches the step after the
-next token and hits every id that begins with the given one, weights are updated in a session.
+SGLang does that an adapter can trip over is kept: a pause in mode abort looks once a second whether
+all requests are gone, one that comes while paused waits at the door, an abort ends a request after
+its next token and hits every id that begins with the given one, weights change in a session.
 
 `ScriptedServer` runs in a thread of the test; `python -m tests.support.sglang_server` with the
 options of `sglang.launch_server` runs one as a process.
@@ -210,6 +210,8 @@ class ScriptedServer:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
         self.calls.append(("generate", body))
+        if self.released:
+            return web.json_response({"error": "the KV cache is released"}, status=500)
         if self.faults and (answer := self.faults.popleft()(body)) is not None:
             return answer
         await self._gone_on.wait()
@@ -217,7 +219,9 @@ class ScriptedServer:
         if len(body["input_ids"]) + params["max_new_tokens"] > self.brain.context:
             message = {"error": {"message": "longer than the model's context length"}}
             return web.json_response(message, status=400)
-        request = Request(body.get("rid") or f"own-{time.time_ns()}", body["input_ids"], params, body)
+        request = Request(
+            body.get("rid") or f"own-{time.time_ns()}", body["input_ids"], params, body
+        )
         self.running[request.rid] = request
         if body.get("stream"):
             return await self._stream(http, request)
@@ -286,11 +290,15 @@ class ScriptedServer:
         return web.json_response(answer)
 
     async def _on_pause_generation(self, body: dict[str, Any]) -> Any:
-        self.is_paused = True
         self._gone_on.clear()
-        if body.get("mode", "abort") == "abort":
-            for request in list(self.running.values()):
-                self._end(request, {"type": "abort", "message": "Aborted", "status_code": None})
+        if body.get("mode", "abort") != "abort":
+            raise ValueError("the adapter is expected to pause in mode abort")
+        while True:
+            await self._on_abort_request({"abort_all": True})
+            if not self.running:
+                break
+            await asyncio.sleep(1.0)
+        self.is_paused = True
         return {"status": "ok"}
 
     async def _on_continue_generation(self, body: dict[str, Any]) -> Any:
@@ -301,7 +309,7 @@ class ScriptedServer:
     async def _on_abort_request(self, body: dict[str, Any]) -> Any:
         for rid, request in self.running.items():
             if body.get("abort_all") or rid.startswith(body["rid"]):
-                request.to_abort = True
+                request.to_abort = True  # ends it after its next token
         return None
 
     async def _on_update_weights_from_disk(self, body: dict[str, Any]) -> Any:
