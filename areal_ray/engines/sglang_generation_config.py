@@ -45,7 +45,7 @@ class SglangGenerationConfig(Config):
     """Start the server so that `sleep` can free its KV cache (needs torch_memory_saver there)."""
     args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of a server we start, as SGLang names them: mem_fraction_static: 0.8."""
-    weights: Literal["disk", "tensor", "distributed"] = "disk"
+    weight_path: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the server: a checkpoint folder that it reads, bytes in the request
     (small models), or a broadcast over NCCL."""
     weights_folder: str = ""
@@ -101,9 +101,9 @@ class SglangGenerationConfig(Config):
                 "starts; must be left out with a url"
             )
         is_here = urlsplit(self.url).hostname in _LOOPBACK
-        if self.weights == "disk" and not self.weights_folder and not is_here:
+        if self.weight_path == "disk" and not self.weights_folder and not is_here:
             raise ValueError(
-                "has weights: disk and a server on another machine; weights_folder must name a "
+                "has weight_path: disk and a server on another machine; weights_folder must name a "
                 "folder that both see"
             )
         return self

@@ -60,6 +60,8 @@ class Turn:
     versions: list[int] = field(default_factory=list)
     rid: str = ""
     """Of the piece at the server; empty while there is none."""
+    num_told: int = 0
+    """Tokens given out in chunks."""
     is_aborted: bool = False
     num_wasted: int = 0
     reason: StopReason = StopReason.ABORT
@@ -91,6 +93,16 @@ class Turn:
         """Whether its tokens are wanted as they come: streamed, or read for a stop string."""
         return self.request.is_streamed or bool(self.request.sampling.stop)
 
+    def chunk(self) -> GenerationChunk:
+        """What is new since the last one."""
+        new, self.num_told = slice(self.num_told, None), len(self.token_ids)
+        return GenerationChunk(
+            request_id=self.request.request_id,
+            token_ids=np.array(self.token_ids[new], np.int32),
+            logprobs=np.array(self.logprobs[new], np.float32),
+            versions=np.array(self.versions[new], np.int32),
+        )
+
     def result(self) -> GenerationResult:
         """The turn as far as it came."""
         return GenerationResult(
@@ -115,7 +127,7 @@ class TurnDesk:
         self._is_idle, self._none_begun = asyncio.Event(), asyncio.Event()
         self._report_due: asyncio.TimerHandle | None = None
         self._results: list[GenerationResult] = []
-        self._chunks: list[GenerationChunk] = []
+        self._streaming: dict[str, Turn] = {}
         self._on_results: OnResults = _ignore
         self._on_chunks: OnChunks | None = None
         self._busy_since_s = 0.0
@@ -319,7 +331,7 @@ class TurnDesk:
         turn.versions += [version] * new
         self.sampled_tokens += new
         if new and turn.request.is_streamed and self._on_chunks is not None:
-            self._chunks.append(_chunk(turn, new))
+            self._streaming[turn.request.request_id] = turn
             self._report_soon()
         return finish
 
@@ -342,21 +354,13 @@ class TurnDesk:
         if self._report_due is not None:
             self._report_due.cancel()
         self._report_due = None
-        chunks, self._chunks = self._chunks, []
+        chunks = [turn.chunk() for turn in self._streaming.values()]
+        self._streaming.clear()
         results, self._results = self._results, []
         if chunks and self._on_chunks is not None:
             self._on_chunks(chunks)
         if results:
             self._on_results(results)
-
-
-def _chunk(turn: Turn, new: int) -> GenerationChunk:
-    return GenerationChunk(
-        request_id=turn.request.request_id,
-        token_ids=np.array(turn.token_ids[-new:], np.int32),
-        logprobs=np.array(turn.logprobs[-new:], np.float32),
-        versions=np.array(turn.versions[-new:], np.int32),
-    )
 
 
 def _ignore(results: list[GenerationResult]) -> None:

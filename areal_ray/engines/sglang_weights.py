@@ -54,10 +54,10 @@ class WeightPath(Protocol):
 
 
 def weight_path(config: SglangGenerationConfig, api: SglangApi, model: Path) -> WeightPath:
-    """The one that `rollout.engine.weights` names."""
-    if config.weights == "disk":
+    """The one that `rollout.engine.weight_path` names."""
+    if config.weight_path == "disk":
         return DiskPath(api, model, config.weights_folder)
-    if config.weights == "tensor":
+    if config.weight_path == "tensor":
         return TensorPath(api, config.bucket_bytes, config.tp_size)
     return GroupPath(api, config)
 

@@ -16,7 +16,6 @@ import pytest
 from aiohttp import web
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.engines.protocols import GenerationChunk
 from areal_ray.engines.sglang_generation import SglangGenerationEngine
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
 from areal_ray.errors import EngineError
@@ -49,16 +48,11 @@ def served(
             folder, SglangGenerationConfig(url=server.url, **settings), version=version
         )
         client = Served(engine)
-        client.chunks = []
-        engine.start(client.receive, client.chunks.extend)
+        client.start()
         try:
             yield client, server
         finally:
             engine.close()
-
-
-def streamed(*args: Any, **sampling: Any) -> Any:
-    return dataclasses.replace(request(*args, **sampling), is_streamed=True)
 
 
 def until(is_so: Any, limit_s: float = 10.0) -> None:
@@ -68,9 +62,8 @@ def until(is_so: Any, limit_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def joined(chunks: list[GenerationChunk], request_id: str, name: str) -> list[Any]:
-    parts = [getattr(c, name) for c in chunks if c.request_id == request_id]
-    return np.concatenate(parts).tolist()
+def joined(client: Served, request_id: str, name: str) -> list[Any]:
+    return np.concatenate([getattr(c, name) for c in client.chunks[request_id]]).tolist()
 
 
 # -- sampling -----------------------------------------------------------------------------------
@@ -109,11 +102,14 @@ def test_the_chunks_of_a_streamed_turn_are_its_result(folder, is_incremental):
     with served(folder, step_s=0.003) as (client, server):
         server.is_incremental = is_incremental
         plain = request("plain", random_prompt(1, 7), max_new_tokens=9)
-        results = client.run([streamed("s", random_prompt(0, 7), max_new_tokens=9), plain])
-        assert len(client.chunks) > 2
+        results = client.run(
+            [request("s", random_prompt(0, 7), max_new_tokens=9, streamed=True), plain]
+        )
+        assert len(client.chunks["s"]) > 2
     for name in ("token_ids", "logprobs", "versions"):
-        assert joined(client.chunks, "s", name) == getattr(results[0], name).tolist()
-    assert {chunk.request_id for chunk in client.chunks} == {"s"}
+        assert joined(client, "s", name) == getattr(results[0], name).tolist()
+    assert set(client.chunks) == {"s"}
+    assert client.wrong == []
 
 
 def test_a_stop_token_ends_a_turn_and_stays_in_it(folder):
@@ -162,15 +158,15 @@ def test_a_bad_request_comes_back_with_what_is_wrong_with_it(folder, sent, told)
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize(
-    "path", [{"weights": "disk"}, {"weights": "tensor", "bucket_bytes": 2**20}],
-    ids=lambda path: path["weights"],
+    "path", [{"weight_path": "disk"}, {"weight_path": "tensor", "bucket_bytes": 2**20}],
+    ids=lambda path: path["weight_path"],
 )  # fmt: skip
 def test_every_token_of_a_running_turn_carries_the_version_that_sampled_it(folder, policy, path):
     with served(folder, step_s=0.004, **path) as (client, server):
         engine = client.engine
         client.engine.submit(
             [
-                streamed("read along", random_prompt(0, 20), max_new_tokens=90),
+                request("read along", random_prompt(0, 20), max_new_tokens=90, streamed=True),
                 request("whole", random_prompt(1, 20), max_new_tokens=90),
             ]
         )
@@ -189,7 +185,7 @@ def test_every_token_of_a_running_turn_carries_the_version_that_sampled_it(folde
         assert (np.diff(result.versions) >= 0).all()
         forced = result.versions > 0
         assert (result.token_ids[forced] == 40 + result.versions[forced]).all()
-    assert joined(client.chunks, "read along", "versions") == results[0].versions.tolist()
+    assert joined(client, "read along", "versions") == results[0].versions.tolist()
     assert set(flushes) == {policy == "recompute"}
     assert set(keys) == {"version-0"}, "a turn that goes on finds its own keys and values"
 
@@ -226,7 +222,7 @@ def test_drain_ends_what_runs_under_its_version_and_begins_the_rest_under_the_ne
 
 
 def test_a_swap_that_the_server_refuses_ends_the_engine(folder):
-    with served(folder, weights="tensor") as (client, server):
+    with served(folder, weight_path="tensor") as (client, server):
         server.is_updating = True  # another update is under way there
         with pytest.raises(EngineError, match="already open"):
             client.engine.swap(forcing_weights(client.engine.weight_shapes(), 50), 1, "keep")
@@ -473,12 +469,12 @@ def python(tmp_path: Path) -> str:
 
 def test_a_server_is_started_given_weights_by_broadcast_put_to_sleep_and_ended(folder, python):
     config = SglangGenerationConfig(
-        python=python, weights="distributed", group_backend="gloo", bucket_bytes=2**20,
+        python=python, weight_path="distributed", group_backend="gloo", bucket_bytes=2**20,
         memory_saver=True, args={"step_s": 0.004},
     )  # fmt: skip
     engine = SglangGenerationEngine(folder, config, version=4)
     client = Served(engine)
-    engine.start(client.receive)
+    client.start()
     engine.submit([request("r", random_prompt(0, 20), max_new_tokens=60)])
     for version in (5, 6):
         time.sleep(0.05)
@@ -506,7 +502,7 @@ def test_a_server_that_dies_is_told_by_health_and_by_every_turn(folder, python):
     config = SglangGenerationConfig(python=python, args={"step_s": 0.01}, num_retries=1)
     engine = SglangGenerationEngine(folder, config)
     client = Served(engine)
-    engine.start(client.receive)
+    client.start()
     engine.submit([request(f"r{i}", [5, 6], max_new_tokens=900) for i in range(3)])
     until(lambda: engine.health().num_running == 3)
     os.kill(server_process(engine), signal.SIGKILL)

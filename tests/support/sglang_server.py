@@ -169,7 +169,7 @@ class ScriptedServer:
         while True:
             live = [] if self.is_paused or not self.step_allowed() else list(self.running.values())
             if not live:
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.005)
                 continue
             self.brain.step(live)
             for request in live:
@@ -219,6 +219,8 @@ class ScriptedServer:
         if len(body["input_ids"]) + params["max_new_tokens"] > self.brain.context:
             message = {"error": {"message": "longer than the model's context length"}}
             return web.json_response(message, status=400)
+        room = self.brain.context - 2 - len(body["input_ids"])  # SGLang keeps two for itself
+        params["max_new_tokens"] = max(0, min(params["max_new_tokens"], room))
         request = Request(
             body.get("rid") or f"own-{time.time_ns()}", body["input_ids"], params, body
         )
