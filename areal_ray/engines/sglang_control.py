@@ -213,6 +213,7 @@ class ServerControl:
             try:
                 said = await self._api.get("/model_info")
             except ServerUnreachable as error:
+                await asyncio.sleep(_WATCH_S)  # its exit code may be there a moment later
                 raise EngineError(f"{NAME}: {self._why_ended() or error}") from error
             stamped, is_current = str(said.get("weight_version")), expected == self._desk.version
             if is_current and not self._lock.locked() and stamped != str(expected):
