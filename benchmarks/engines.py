@@ -10,7 +10,7 @@ two; a side is given the better of the two. A ratio is that of the medians over 
 
 The demo's model, or with `--smollm2` SmolLM2-135M (fetched once by recipes/arithmetic/
 fetch_smollm2.py into the benchmarks' folder) on fewer loads. Lengths `as in GSM8K` are those of
-questions and answers of its training set in tokens of SmolLM2.
+its questions and answers (`common.GSM8K_TOKENS`).
 """
 
 import argparse
@@ -27,14 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import FILEROOT, ROOT, finish, median, table
+from benchmarks.common import FILEROOT, GSM8K_TOKENS, ROOT, finish, median, table
 from benchmarks.engine_sides import SIDES
 from benchmarks.sampling import without_stop_tokens
 from tests.support.tiny_models import write_tiny_model
 
-QUESTIONS = (34, 40, 45, 49, 52, 56, 59, 62, 66, 70, 74, 79, 85, 93, 105, 131)
-ANSWERS = (52, 66, 77, 86, 95, 103, 112, 121, 130, 140, 152, 166, 183, 205, 238, 300)
-"""In tokens, at even ranks of the training set."""
 OURS = "embedded"
 FETCH = ROOT / "recipes" / "arithmetic" / "fetch_smollm2.py"
 
@@ -67,11 +64,8 @@ def loads(*, is_large: bool, quick: bool) -> list[Load]:
         return tuple(random.integers(low, high + 1, count).tolist())
 
     def as_in_gsm8k(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        chosen = range(8, 9) if count == 1 else range(count)
-        return (
-            tuple(QUESTIONS[i * 7 % 16] for i in chosen),
-            tuple(ANSWERS[i * 5 % 16] for i in chosen),
-        )
+        chosen = [GSM8K_TOKENS[(8 + 5 * i) % 16] for i in range(count)]
+        return tuple(question for question, _ in chosen), tuple(answer for _, answer in chosen)
 
     if is_large:
         made = [
