@@ -29,6 +29,13 @@ PLAIN = (
 )
 """Overrides of every run: nothing is written but its rows and its model."""
 
+GSM8K_TOKENS = (
+    (45, 47), (38, 69), (53, 66), (47, 82), (63, 75), (59, 89), (68, 89), (52, 115),
+    (66, 111), (53, 136), (67, 134), (52, 163), (77, 154), (58, 193), (88, 194), (123, 216),
+)  # fmt: skip
+"""Question and answer, in tokens of SmolLM2, of the 16 rows of GSM8K's training set that stand at
+even ranks of its 7,473 rows by their sum (mean 185, longest 538)."""
+
 
 class Watcher:
     """A silent `Progress`; calls back when a step is done."""

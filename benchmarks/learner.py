@@ -1,6 +1,6 @@
 """Seconds of one GRPO step of the train engine against plain loops over the same model.
 
-    python -m benchmarks.learner [--quick] [--json FILE]
+    python -m benchmarks.learner [--quick] [--rounds N] [--json FILE]
 
 All sides run in this process on one thread, one after the other within each round, on the same
 trajectories, with the same loss (their losses are compared) and AdamW. `plain` pads micro-batches
@@ -9,13 +9,9 @@ of 8 in random order and takes the logits of every position, as a first training
 on one thread are wall seconds on an idle machine. A ratio is that of the medians over the rounds.
 """
 
-import argparse
-import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +21,15 @@ from torch.nn.functional import linear
 
 from areal_ray.algorithms.losses import ppo_clip_loss
 from areal_ray.algorithms.objective import ObjectiveConfig
-from areal_ray.core.trajectory import Group, Trajectory
+from areal_ray.core.trajectory import Group, Outcome, Trajectory
 from areal_ray.engines.row_forward import load_causal_model
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import LearnerConfig, OptimizerConfig, TorchTrainConfig
+from benchmarks.common import GSM8K_TOKENS, finish, median, options, spread, table
 from tests.support.tiny_groups import random_group
 from tests.support.tiny_models import write_tiny_model
 
 MICRO_BATCH = 8
-GSM8K_LENGTHS = (131, 150, 165, 176, 188, 199, 209, 217, 226, 238, 252, 270, 295, 330, 380, 467)
-"""Question and answer in tokens of SmolLM2, over the first rows of the training set."""
 Step = Callable[[Sequence[Group]], float]
 
 
@@ -106,26 +101,55 @@ def loads(quick: bool) -> dict[str, tuple[dict[str, int], list[Group]]]:
                      rewards=rewards)
         for n in range(8 if quick else 32)
     ]  # fmt: skip
-
-    def lone(lengths: Sequence[int]) -> list[Group]:
-        """Groups of two that share nothing, each row of the given length, 60 % trained."""
-        pairs = []
-        for number in range(0, len(lengths), 2):
-            rows = [
-                random_group(rng, siblings=1, prompt_tokens=max(1, length * 4 // 10),
-                             turns=(length - length * 4 // 10,), vocab_size=2048,
-                             rewards=[place]).trajectories[0]
-                for place, length in enumerate(lengths[number : number + 2])
-            ]  # fmt: skip
-            named = [replace(row, episode_id=f"{number}/{i}") for i, row in enumerate(rows)]
-            pairs.append(Group(f"{number}", "", tuple(named)))
-        return pairs
-
+    rows = GSM8K_TOKENS[:: 4 if quick else 1] * 2
+    num_groups = 1 if quick else 4
+    shared = [
+        _group(rng, n, [GSM8K_TOKENS[3 + 4 * n][0]] * 8, [GSM8K_TOKENS[2 * i][1] for i in range(8)])
+        for n in range(num_groups)
+    ]
     return {
         "demo: 32 groups of 8, 30-token prompt": (small, demo),
-        "equal lengths, nothing shared": (large, lone([224] * (4 if quick else 16))),
-        "GSM8K lengths, nothing shared": (large, lone(GSM8K_LENGTHS[:: 4 if quick else 1] * 2)),
+        "equal lengths, nothing shared": (large, _pairs(rng, [(80, 144)] * len(rows))),
+        "GSM8K lengths, nothing shared": (large, _pairs(rng, rows)),
+        "GSM8K lengths, 4 groups of 8": (large, shared),
     }
+
+
+def _pairs(rng: np.random.Generator, rows: Sequence[tuple[int, int]]) -> list[Group]:
+    """Groups of two rows of so many prompt and answer tokens, which share no token."""
+    found = []
+    for number in range(0, len(rows), 2):
+        prompts, answers = zip(*rows[number : number + 2], strict=True)
+        found.append(_group(rng, number, prompts, answers))
+    return found
+
+
+def _group(
+    rng: np.random.Generator, number: int, prompts: Sequence[int], answers: Sequence[int]
+) -> Group:
+    """A trajectory for each prompt and answer length; more than two share one prompt."""
+    shared = rng.integers(4, 2048, prompts[0])
+    trajectories = []
+    for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        begin = shared if len(prompts) > 2 else rng.integers(4, 2048, prompt)
+        mask = np.arange(prompt + answer) >= prompt
+        trajectories.append(
+            Trajectory(
+                token_ids=np.concatenate([begin, rng.integers(4, 2048, answer)]).astype(np.int32),
+                loss_mask=mask,
+                behaviour_logprobs=np.where(mask, rng.normal(-7.6, 0.3, len(mask)), 0.0).astype(
+                    np.float32
+                ),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                turn_ids=np.where(mask, 0, -1).astype(np.int16),
+                task_id=f"task-{number}",
+                group_id=f"group-{number}",
+                episode_id=f"group-{number}/{place}",
+                reward=float(place % 2),
+                outcome=Outcome.OK,
+            )
+        )
+    return Group(f"group-{number}", f"task-{number}", tuple(trajectories))
 
 
 def sides(folder: Path) -> dict[str, Step]:
@@ -143,8 +167,8 @@ def sides(folder: Path) -> dict[str, Step]:
     }
 
 
-def measure(shape: dict[str, int], groups: list[Group], rounds: int) -> dict[str, float]:
-    """Median processor seconds of a step by side; the first round warms up and is compared."""
+def measure(shape: dict[str, int], groups: list[Group], rounds: int) -> dict[str, list[float]]:
+    """Processor seconds of each round's step by side; a first round warms up and is compared."""
     with tempfile.TemporaryDirectory() as folder:
         ours = sides(write_tiny_model(folder, **shape))
     torch.set_num_threads(1)
@@ -157,28 +181,35 @@ def measure(shape: dict[str, int], groups: list[Group], rounds: int) -> dict[str
             began = time.process_time()
             step(groups)
             seconds[name].append(time.process_time() - began)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+COLUMNS = (
+    ("load", 38), ("areal_ray s", 22), ("plain s", 22), ("response head s", 22),
+    ("of plain", 9), ("of response head", 17),
+)  # fmt: skip
+
+
+def cells(name: str, seconds: dict[str, list[float]]) -> list[str]:
+    """One line of the table: medians with their range, and the ratios of the medians."""
+    own, plain, head = (median(seconds[side]) for side in ("areal_ray", "plain", "response head"))
+    return [
+        name,
+        *(spread(values, 3) for values in seconds.values()),
+        f"{own / plain:.2f}",
+        f"{own / head:.2f}",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[float]]]:
     """Run, print the table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="few rows, two rounds")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args(arguments)
-    figures: dict[str, dict[str, float]] = {}
-    print("| load | areal_ray s | plain s | response head s | of plain | of response head |")
-    print("|---|---|---|---|---|---|")
-    for name, (shape, groups) in loads(options.quick).items():
-        figures[name] = found = measure(shape, groups, 2 if options.quick else 5)
-        own, plain, head = found["areal_ray"], found["plain"], found["response head"]
-        print(
-            f"| {name} | {own:.3f} | {plain:.3f} | {head:.3f} | {own / plain:.2f} "
-            f"| {own / head:.2f} |",
-            flush=True,
-        )
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    chosen = options(__doc__, arguments)
+    rounds = chosen.rounds or (2 if chosen.quick else 5)
+    figures = {
+        name: measure(shape, groups, rounds)
+        for name, (shape, groups) in loads(chosen.quick).items()
+    }
+    finish(table(COLUMNS, [cells(*item) for item in figures.items()]), figures, chosen.json)
     return figures
 
 

@@ -17,6 +17,8 @@ from benchmarks.common import FILEROOT, ROOT, machine_load
 
 PARTS: dict[str, tuple[str, ...]] = {
     "sampling": ("benchmarks.sampling",),
+    "engines": ("benchmarks.engines",),
+    "engines_smollm2": ("benchmarks.engines", "--smollm2"),
     "learner": ("benchmarks.learner",),
     "publish": ("benchmarks.publish",),
     "driver_overhead": ("benchmarks.driver_overhead",),

@@ -42,6 +42,7 @@ HOMES = {
     "vllm": ("engines/",),
     "deepspeed": ("engines/",),
     "peft": ("engines/",),
+    "aiohttp": ("engines/",),
     "fastapi": ("gateway/",),
     "uvicorn": ("gateway/",),
     "typer": ("cli.py",),

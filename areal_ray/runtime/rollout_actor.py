@@ -65,6 +65,10 @@ def build_engine(
         from areal_ray.engines.vllm_generation import VllmGenerationEngine
 
         return VllmGenerationEngine(Path(model_path), config.engine, version=version, lora=lora)
+    if config.engine.kind == "sglang":
+        from areal_ray.engines.sglang_generation import SglangGenerationEngine
+
+        return SglangGenerationEngine(Path(model_path), config.engine, version=version)
     from areal_ray.engines.torch_generation import TorchGenerationEngine
 
     return TorchGenerationEngine(Path(model_path), config.engine, version=version, lora=lora)

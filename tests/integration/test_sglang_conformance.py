@@ -1,0 +1,48 @@
+"""The SGLang adapter is held to what every generation engine must do, over a scripted server."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from areal_ray.engines.protocols import GenerationEngine
+from areal_ray.engines.sglang_generation import SglangGenerationEngine
+from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
+from tests.support.conformance import Capacity, EngineConformance, Subject
+from tests.support.sglang_server import scripted_server
+
+
+class _EngineWithServer(SglangGenerationEngine):
+    """Ends the server it was made with."""
+
+    def __init__(self, folder: Path, capacity: Capacity, **fields: object) -> None:
+        with ExitStack() as stack:
+            server = stack.enter_context(scripted_server(folder, version="0"))
+            server.is_incremental = True
+            config = SglangGenerationConfig.model_validate(
+                {
+                    "url": server.url,
+                    "max_context_tokens": capacity.max_context_tokens,
+                    "max_in_flight": capacity.max_running,
+                    **fields,
+                }
+            )
+            super().__init__(folder, config)
+            self._rest = stack.pop_all()
+
+    def close(self) -> None:
+        super().close()
+        self._rest.close()
+
+
+def _made(folder: Path, capacity: Capacity) -> GenerationEngine:
+    return _EngineWithServer(folder, capacity)
+
+
+class TestSglangEngine(EngineConformance):
+    subject = Subject(
+        "sglang",
+        _made,
+        lacks={
+            "half_precision_is_near_and_reported": "the scripted server computes in float32 alone",
+        },
+        keeps_draws=False,
+    )
