@@ -34,9 +34,11 @@ _LIFE_SIGN_S = 0.05
 class SharedBuffer:
     """Host memory of one version, which other processes of this node can read."""
 
+    fd = -1
+    """Of its memory file; -1 where this system has none: then nobody else can read it."""
+
     def __init__(self, num_bytes: int) -> None:
         self.fd = _memory_file(num_bytes)
-        """-1 where this system has no memory files; then nobody else can read it."""
         self.array: NDArray[np.uint8]
         """[num_bytes], zeroed."""
         if self.fd < 0:

@@ -120,6 +120,8 @@ class FileCrew:
         self.learner = crew.spawn(LearnerStandIn, TINY, "float32", str(folder))
         self.replica = self.joiner()
         members = {"replica": self.replica}
+        for member in (self.learner, self.replica):
+            crew.pid(member)  # has started
         ray.get(self.sync.set_members.remote(self.learner, members), timeout=60)
 
     def joiner(self) -> Any:
