@@ -198,7 +198,8 @@ def shapes_of(folder: Path) -> Shapes:
 
 COLUMNS = (
     ("weights", 8), ("replicas", 8), ("way", 13), ("MB", 6), ("bare ms", 8), ("publish ms", 10),
-    ("staging", 8), ("canary ms", 9), ("speed", 7), ("sampling ms", 11), ("still ms", 8), ("share", 6),
+    ("staging", 8), ("canary ms", 9), ("speed", 7), ("sampling ms", 11), ("still ms", 8),
+    ("share", 6),
 )  # fmt: skip
 
 

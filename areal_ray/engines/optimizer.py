@@ -140,7 +140,7 @@ def _torch_optimizer(
             "must be adamw there."
         )
     try:
-        from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
+        from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise EngineError(
             f"optimizer.name: {config.name} needs the package bitsandbytes ({error}). Install "
