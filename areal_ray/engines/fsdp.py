@@ -30,6 +30,7 @@ from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.sharding import PlacedModel, ShardedTensor, check_source, persistent_tensors
 from areal_ray.engines.tensor_parts import Extent, PartedTensor, PartGroup
+from areal_ray.engines.tensor_plan import TensorPlan
 from areal_ray.engines.train_config import FsdpConfig, OptimizerConfig
 from areal_ray.errors import EngineError
 
@@ -44,7 +45,9 @@ class Fsdp:
         self._config = config
         self._ranks = ranks
         ranks.initialise_alone()
-        self._mesh = init_device_mesh(config.device, (ranks.size,))
+        width = config.tensor_parallel
+        shape, names = (ranks.size // width, width), ("data", "tensor")
+        self._mesh = init_device_mesh(config.device, shape, mesh_dim_names=names)
         # Two, since a publish reads on a thread of its own, beside the engine's.
         self._parts = PartGroup(ranks, config.collective_timeout_s)
         self._published = PartGroup(ranks, config.collective_timeout_s)
@@ -62,13 +65,16 @@ class Fsdp:
                 f"optimizer.name: is {optimizer.name} with learner.engine.kind fsdp; must be adamw."
             )
         root = _Pass(module)
+        plan = TensorPlan(module, self._mesh)
         for part in (*_decoder_layers(module), root):
             self._materialise(part)
-            sharded = fully_shard(part, **self._how(self._mesh))
+            if part is not root:
+                plan.cut(part)
+            sharded = fully_shard(part, **self._how(plan.data))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
         groups = (self._parts, self._published)
-        return FsdpModel(module, root, optimizer, groups)
+        return FsdpModel(module, root, optimizer, groups, plan)
 
     def _how(self, mesh: DeviceMesh) -> dict[str, Any]:
         config = self._config
@@ -133,15 +139,17 @@ class FsdpModel:
         root: nn.Module,
         optimizer: OptimizerConfig | None,
         groups: tuple[PartGroup, PartGroup],
+        plan: TensorPlan,
     ) -> None:
         """Take over what was sharded. Collective."""
+        self._plan = plan
         self._root = cast(FSDPModule, root)
         self._tensors = persistent_tensors(module)
         """Parameters are DTensors, buffers whole; these objects stay the same."""
         self._parts, self._published = groups
         self._ranks = self._parts.ranks
         self._names = [name for name, _ in module.named_parameters()]
-        own = {name: _extent(self._tensors[name]) for name in self._names}
+        own = {name: plan.extent(self._tensors[name]) for name in self._names}
         self._extents = self._parts.extents(own)
         self._optimizer: GuardedOptimizer | None = None
         self._trained: dict[str, nn.Parameter] = {}
@@ -175,7 +183,10 @@ class FsdpModel:
             gradient = self._tensors[name].grad
             if gradient is not None:
                 part.grad = cast(DTensor, gradient).to_local()
-                square += float(part.grad.double().square().sum())
+                if self._plan.is_partial(name):
+                    self._plan.sum_(part.grad)
+                own = float(part.grad.double().square().sum())
+                square += own / self._plan.copies(self._tensors[name])
         (square,) = self._ranks.sum_numbers([square])
         stats = self._updates().update(rate, math.sqrt(square))
         for name, part in self._trained.items():
@@ -251,7 +262,7 @@ class FsdpModel:
             if not _is_moment(value):
                 return value
             own, extent = self._trained[name], self._extents[name][self._ranks.rank]
-            flat = value.reshape(-1)[extent.start : extent.start + extent.count]
+            flat = value.reshape(-1)[extent.places(0, extent.size)]
             return flat.to(own.device, copy=True).view(own.shape)
 
         self._updates().load_state_dict(self._optimizer_state(part, state))
@@ -316,12 +327,3 @@ def _own_tensors(owner: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 def _is_moment(value: Any) -> bool:
     """Whether an optimizer holds one number for each element of a parameter."""
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _extent(tensor: Tensor) -> Extent:
-    """Where this rank's rows of a tensor that is cut along its first dimension lie."""
-    sharded = cast(DTensor, tensor)
-    rows = math.prod(sharded.shape[1:])
-    width = -(-sharded.shape[0] // sharded.device_mesh.size())
-    start = min(width * sharded.device_mesh.get_local_rank(), sharded.shape[0])
-    return Extent(start * rows, sharded.to_local().numel())

@@ -50,7 +50,8 @@ class ActivationMeter:
 
         def note(tensor: Tensor) -> Tensor:
             if tuple(tensor.shape) not in self._parameter_shapes:
-                storage = tensor.untyped_storage()
+                local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a distributed one
+                storage = local.untyped_storage()
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 

@@ -54,6 +54,10 @@ class RankGroup:
         self.size = size
         self._device = device
         self._is_joined = size > 1
+        self._group: dist.ProcessGroup | None = None
+        """None = all ranks there are."""
+        self._first = 0
+        """Rank 0 of this group, among all ranks."""
 
     @classmethod
     def join(
@@ -109,6 +113,19 @@ class RankGroup:
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
             self._is_joined = True
 
+    def every(self, step: int) -> "RankGroup":
+        """The ranks that are a multiple of `step` away from this one; `size` is one. Collective."""
+        if step == 1:
+            return self
+        found = RankGroup(self.rank // step, self.size // step, self._device)
+        found._is_joined = False  # it ends with the whole group
+        for first in range(step):
+            members = list(range(first, self.size, step))
+            group = dist.new_group(members) if len(members) > 1 else None
+            if first == self.rank % step:
+                found._group, found._first = group, first
+        return found
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by the sum over ranks; bit for bit the same on each."""
         return self._all_reduce(tensor, ReduceOp.SUM, "sum")
@@ -144,12 +161,13 @@ class RankGroup:
         if self.size == 1:
             return
         for tensor in tensors:
-            self.guarded("broadcast", partial(dist.broadcast, tensor, src=0))
+            call = partial(dist.broadcast, tensor, src=self._first, group=self._group)
+            self.guarded("broadcast", call)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            self.guarded("barrier", dist.barrier)
+            self.guarded("barrier", partial(dist.barrier, group=self._group))
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
@@ -181,7 +199,7 @@ class RankGroup:
 
     def _all_reduce(self, tensor: Tensor, op: "ReduceOp.RedOpType", what: str) -> Tensor:
         if self.size > 1:
-            self.guarded(what, lambda: dist.all_reduce(tensor, op=op))
+            self.guarded(what, partial(dist.all_reduce, tensor, op=op, group=self._group))
         return tensor
 
     def guarded(self, what: str, call: Callable[[], object]) -> None:

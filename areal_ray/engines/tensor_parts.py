@@ -23,10 +23,38 @@ _RELEASE = -1
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The run of a flattened tensor that one rank holds."""
+    """What of a flattened tensor one rank holds: runs of elements at equal distances."""
 
     start: int
     count: int
+    """Of one run."""
+    runs: int = 1
+    stride: int = 0
+    """From the start of a run to that of the next."""
+    is_copy: bool = False
+    """Another rank holds the same and is read in its place."""
+
+    @property
+    def size(self) -> int:
+        """Elements of all runs; on this rank they lie end to end."""
+        return self.count * self.runs
+
+    def before(self, place: int) -> int:
+        """How many of its elements lie before a place in the whole."""
+        past = place - self.start
+        if self.runs == 1:
+            return min(max(past, 0), self.count)
+        full = min(max(past // self.stride, 0), self.runs)
+        return full * self.count + (
+            min(max(past - full * self.stride, 0), self.count) if full < self.runs else 0
+        )
+
+    def places(self, low: int, high: int) -> "slice | Tensor":
+        """Where its own elements low to high lie in the whole."""
+        if self.runs == 1:
+            return slice(self.start + low, self.start + high)
+        own = torch.arange(low, high)
+        return self.start + own // self.count * self.stride + own % self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +92,11 @@ class PartGroup:
             own: [n] this rank's part.
         """
         if self.ranks.rank:
-            self._send(own, 0)
+            if not extents[self.ranks.rank].is_copy:
+                self._send(own, 0)
             return own.new_empty(0)
-        whole = torch.empty(sum(e.count for e in extents), dtype=own.dtype)
-        return self._fill(whole, 0, extents, own)
+        size = sum(e.size for e in extents if not e.is_copy)
+        return self._fill(torch.empty(size, dtype=own.dtype), 0, extents, own)
 
     def deal(self, extents: Sequence[Extent], whole: Tensor, own: Tensor) -> None:
         """Fill every rank's part, `own` [n], from the flattened `whole` on rank 0. Collective."""
@@ -75,7 +104,7 @@ class PartGroup:
             self._receive(own, 0)
             return
         for rank, extent in enumerate(extents):
-            part = whole[extent.start : extent.start + extent.count]
+            part = whole[extent.places(0, extent.size)]
             if rank == 0:
                 own.copy_(part)
             else:
@@ -104,8 +133,8 @@ class PartGroup:
             if index == _RELEASE:
                 return
             held, own = part_of(index)
-            low, high = _overlap(held, Extent(start, count))
-            self._send(own[low - held.start : high - held.start], 0)
+            if not held.is_copy:
+                self._send(own[held.before(start) : held.before(start + count)], 0)
 
     def _order(self, index: int, bounds: Extent) -> None:
         if self.ranks.size > 1:
@@ -114,12 +143,17 @@ class PartGroup:
 
     def _fill(self, out: Tensor, start: int, extents: Sequence[Extent], own: Tensor) -> Tensor:
         for rank, extent in enumerate(extents):
-            low, high = _overlap(extent, Extent(start, len(out)))
-            target = out[low - start : high - start]
-            if rank == 0:
-                target.copy_(own[low - extent.start : high - extent.start])
+            if extent.is_copy:
+                continue
+            low, high = extent.before(start), extent.before(start + len(out))
+            part = own[low:high] if rank == 0 else torch.empty(high - low, dtype=out.dtype)
+            if rank:
+                self._receive(part, rank)
+            at = extent.places(low, high)
+            if isinstance(at, slice):
+                out[at.start - start : at.stop - start].copy_(part)
             else:
-                self._receive(target, rank)
+                out[at - start] = part.to(out.device)
         return out
 
     def _send(self, part: Tensor, rank: int) -> None:
@@ -136,8 +170,3 @@ class PartGroup:
 
     def _call(self, call: Callable[[], object]) -> None:
         self.ranks.guarded("exchange of weights", call)
-
-
-def _overlap(one: Extent, other: Extent) -> tuple[int, int]:
-    low = max(one.start, other.start)
-    return low, max(low, min(one.start + one.count, other.start + other.count))

@@ -60,6 +60,11 @@ class TrainEngineConfig(Config):
     collective_timeout_s: float = Field(600.0, gt=0.0)
     """How long a rank waits for the others in one exchange."""
 
+    @property
+    def ranks_per_share(self) -> int:
+        """Neighbouring ranks that compute the same share of the data together."""
+        return 1
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.gradient_checkpointing and self.dtype == "float64":
@@ -95,8 +100,16 @@ class FsdpConfig(TrainEngineConfig):
     reshard_after_forward: bool = True
     """Free a layer's parameters between its forward and backward pass: less memory, gathered
     twice."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Neighbouring ranks that compute each layer together, by the plan that Transformers has for
+    the model: its attention heads and widths must divide by it."""
     cpu_offload: bool = False
     """Keep parts and optimizer state in host memory and update there; with device cuda."""
+
+    @property
+    def ranks_per_share(self) -> int:
+        """See `TrainEngineConfig`."""
+        return self.tensor_parallel
 
     @model_validator(mode="after")
     def _check_fsdp(self) -> Self:
@@ -135,6 +148,12 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        together = self.engine.ranks_per_share
+        if self.ranks % together:
+            raise ValueError(
+                f"ranks: is {self.ranks} with engine.tensor_parallel {together}; must be a "
+                "multiple of it. Change either."
+            )
         kind, device = self.engine.kind, self.engine.device
         if self.optimizer.name == "adamw_8bit" and (kind, device) != ("torch", "cuda"):
             raise ValueError(

@@ -156,8 +156,8 @@ class LearnerActor:
         share: dict[str, Any] = {
             "roots": setup.import_roots,
             "seed": setup.seed,
-            "rank": self._rank,
-            "num_ranks": setup.num_ranks,
+            "rank": self._rank // setup.config.engine.ranks_per_share,
+            "num_ranks": setup.num_ranks // setup.config.engine.ranks_per_share,
         }
         if setup.sft is not None:
             self._sft = SftSource(setup.sft, setup.model_path, **share)

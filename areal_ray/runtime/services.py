@@ -195,9 +195,12 @@ class RewardService:
 class LearnerService:
     """Learner actors: the ranks of one train engine, always called together."""
 
-    def __init__(self, fleet: Fleet, *, num_minibatches: int, seed: int) -> None:
+    def __init__(
+        self, fleet: Fleet, *, num_minibatches: int, seed: int, ranks_per_share: int = 1
+    ) -> None:
         self.fleet = fleet
         self._num_minibatches = num_minibatches
+        self._ranks_per_share = ranks_per_share
         self._seed = seed
 
     async def train_step(
@@ -208,7 +211,7 @@ class LearnerService:
         plan = plan_step(
             sizes,
             num_minibatches=self._num_minibatches,
-            num_ranks=len(self.fleet.handles),
+            num_ranks=len(self.fleet.handles) // self._ranks_per_share,
             seed=derive_seed(self._seed, "step", version),
         )
         calls = []
@@ -216,7 +219,7 @@ class LearnerService:
             # References inside a list stay references: the rank itself fetches the bytes.
             share = [
                 [(tickets[i].ref, tickets[i].place) for i in indices]
-                for indices in plan.of_rank(rank)
+                for indices in plan.of_rank(rank // self._ranks_per_share)
             ]
             calls.append(self.fleet.submit(name, "train_step", share, version, oldest_version))
         stats: list[StepStats] = await _all_or_first_error(calls)

@@ -76,12 +76,21 @@ def start(runs: Runs) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["torch", "fsdp"])
-def test_a_run_with_two_ranks_and_two_replicas_reaches_its_end(runs: Runs, kind: str) -> None:
-    ranks = (f"learner.engine.kind={kind}", "learner.ranks=2", "rollout.replicas=2")
-    summary = runs.run(f"{kind}-ranks", *ranks, "steps=4")
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("torch-ranks", "{kind: torch}"),
+        ("fsdp-ranks", "{kind: fsdp}"),
+        ("tensor-ranks", "{kind: fsdp, tensor_parallel: 2}"),
+    ],
+)
+def test_a_run_with_two_ranks_and_two_replicas_reaches_its_end(
+    runs: Runs, name: str, engine: str
+) -> None:
+    ranks = (f"learner.engine={engine}", "learner.ranks=2", "rollout.replicas=2")
+    summary = runs.run(name, *ranks, "steps=4")
     assert (summary.outcome, summary.steps, summary.version) == ("finished", 4, 4)
-    folder = runs.folder / f"{kind}-ranks"
+    folder = runs.folder / name
     assert steps_of(folder) == [1, 2, 3, 4]
     counts = assert_books_balance(folder)
     assert counts["trained"] == 16

@@ -35,7 +35,21 @@ LAYOUTS = (
         2,
         scenarios=("ppo", "sft"),
     ),
-    Layout("fsdp 4", FsdpConfig(**HOW), 4, resumes="fsdp 2"),
+    Layout(
+        "fsdp 2, tensor 2",
+        FsdpConfig(tensor_parallel=2, **HOW),
+        2,
+        resumes="fsdp 2",
+        scenarios=("rl", "ppo"),
+    ),
+    Layout(
+        "fsdp 4, tensor 2",
+        FsdpConfig(tensor_parallel=2, **HOW),
+        4,
+        resumes="fsdp 2, tensor 2",
+        scenarios=("rl",),
+    ),
+    Layout("fsdp 4", FsdpConfig(**HOW), 4, resumes="fsdp 4, tensor 2"),
 )
 
 
@@ -56,7 +70,7 @@ def test_bfloat16_comes_near_it(outcomes):
             assert one["learner/loss"] == pytest.approx(other["learner/loss"], rel=0.05, abs=0.02)
         for name, tensor in outcome.weights.items():
             assert tensor.dtype == torch.float32
-            torch.testing.assert_close(tensor, expected.weights[name], atol=4e-3, rtol=0)
+            assert float((tensor - expected.weights[name]).abs().mean()) < 5e-4, (scenario, name)
 
 
 @pytest.mark.parametrize("name", ["fsdp 2", "fsdp 4"])

@@ -178,6 +178,16 @@ class _Stage:
     ranks: RankGroup
     folder: Path
 
+    @property
+    def num_shares(self) -> int:
+        """Of the data."""
+        return self.ranks.size // self.layout.engine.ranks_per_share
+
+    @property
+    def share(self) -> int:
+        """This rank's."""
+        return self.ranks.rank // self.layout.engine.ranks_per_share
+
     def engine(self, model: str | Path = "model", **how: Any) -> TorchTrainEngine:
         """A new one; what rank 0 loads counts."""
         path = self.folder / model if self.ranks.rank == 0 else self.folder / "other"
@@ -185,7 +195,9 @@ class _Stage:
             path = self.folder / model
         # A small eps would blow rounding up where a gradient is nearly zero.
         optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=2, gradient_clipping=2.0)
-        config = LearnerConfig(engine=self.layout.engine, optimizer=optimizer)
+        config = LearnerConfig(
+            ranks=self.layout.ranks, engine=self.layout.engine, optimizer=optimizer
+        )
         return TorchTrainEngine(
             path, config, ranks=self.ranks, total_steps=NUM_STEPS,
             **{"temperature": 0.9, **how},
@@ -201,14 +213,14 @@ class _Stage:
             ]
             plan = plan_step(
                 [GroupSize(g.num_tokens) for g in groups],
-                num_minibatches=num_minibatches, num_ranks=self.ranks.size, seed=step,
-            ).of_rank(self.ranks.rank)  # fmt: skip
+                num_minibatches=num_minibatches, num_ranks=self.num_shares, seed=step,
+            ).of_rank(self.share)  # fmt: skip
             found.append([[groups[i] for i in part] for part in plan])
         return found
 
     def examples(self, step: int) -> list[SftExample]:
         """Five over the ranks, of which the last of four has one."""
-        return examples_of(step)[self.ranks.rank :: self.ranks.size]
+        return examples_of(step)[self.share :: self.num_shares]
 
     def pairs(self, step: int) -> list[PreferencePair]:
         """Three, of which the last of four ranks has none."""
@@ -221,7 +233,7 @@ class _Stage:
                 for n in rng.integers(3, 30, 2)
             ]
             every.append(PreferencePair(*(SftExample(a, np.arange(len(a)) >= 6) for a in answers)))
-        return every[self.ranks.rank :: self.ranks.size]
+        return every[self.share :: self.num_shares]
 
     def ended(
         self, engine: TorchTrainEngine, metrics: list[dict[str, float]], *evaluation: float

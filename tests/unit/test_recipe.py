@@ -87,11 +87,8 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
             "learner.engine.reshard_after_forward",
             "unk",
         ),
-        (
-            "learner.engine={kind: fsdp, tensor_parallel: 2}",
-            "learner.engine.tensor_parallel",
-            "unk",
-        ),
+        ("learner.engine={kind: fsdp, tensor_parallel: 2}", "learner.ranks", "a multiple of it"),
+        ("learner.engine.tensor_parallel=1", "learner.engine.tensor_parallel", "unknown key"),
         ("rollout.engine.device=tpu", "rollout.engine.device", "cpu, cuda or cuda:N"),
         ("rollout.sampling.stop_token_ids=[-1]", "rollout.sampling.stop_token_ids.0", ">= 0"),
         ("rollout.sampling.stop=['']", "rollout.sampling.stop.0", "at least 1"),
