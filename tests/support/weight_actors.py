@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.core.canary import Check, Probe, Sent, Swapped, probe_tokens
+from areal_ray.engines.live_weights import first_difference
 from areal_ray.engines.protocols import EngineHealth
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.swap_guard import SwapGuard
@@ -152,8 +153,7 @@ class EngineStandIn:
         self.live[name].view(-1)[-1] += 50_000.0
 
     def differing(self, given: Mapping[str, torch.Tensor]) -> str:
-        wrong = (n for n in self.live if not torch.equal(self.live[n], given[n].to(torch.float32)))
-        return next(wrong, "")
+        return first_difference((n, self.live[n], given[n].to(torch.float32)) for n in self.live)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         return _scores(self.live, token_ids)
