@@ -174,12 +174,13 @@ def _engine(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
         override.partition("=")[0] in ("rollout.engine", "rollout.engine.kind")
         for override in overrides
     )
-    if said.kind != "torch" and not is_asked_for:
+    has_own_model = said.kind == "sglang" and said.url != ""  # not the tiny one
+    if said.kind != "torch" and (has_own_model or not is_asked_for):
         return {"kind": "torch", "device": "cpu", **tiny}
     # What others are built for says vLLM itself.
     device = "cpu" if said.kind == "torch" else "auto"
     kept = {name: getattr(said, name) for name in type(said).model_fields}
-    return {**kept, "device": device, **tiny}
+    return {**kept, "device": device, **{k: v for k, v in tiny.items() if k in kept}}
 
 
 def _tasks(recipe: Recipe, tell: Tell) -> Changes:
