@@ -174,8 +174,7 @@ def _engine(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
         override.partition("=")[0] in ("rollout.engine", "rollout.engine.kind")
         for override in overrides
     )
-    has_own_model = said.kind == "sglang" and said.url != ""  # not the tiny one
-    if said.kind != "torch" and (has_own_model or not is_asked_for):
+    if said.kind != "torch" and not is_asked_for:
         return {"kind": "torch", "device": "cpu", **tiny}
     # What others are built for says vLLM itself.
     device = "cpu" if said.kind == "torch" else "auto"
