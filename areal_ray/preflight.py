@@ -168,6 +168,11 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     engine = recipe.rollout.engine
     if recipe.parts.samples and engine.kind == "vllm":
         yield from vllm_problems(engine)
+    if recipe.parts.samples and engine.kind == "sglang" and recipe.model.lora is not None:
+        yield (
+            "rollout.engine.kind: is sglang with model.lora; must be torch or vllm, which load "
+            "adapters. Change it, or train the whole model."
+        )
 
 
 def _companions(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

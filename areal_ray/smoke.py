@@ -179,7 +179,7 @@ def _engine(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
     # What others are built for says vLLM itself.
     device = "cpu" if said.kind == "torch" else "auto"
     kept = {name: getattr(said, name) for name in type(said).model_fields}
-    return {**kept, "device": device, **tiny}
+    return {**kept, "device": device, **{k: v for k, v in tiny.items() if k in kept}}
 
 
 def _tasks(recipe: Recipe, tell: Tell) -> Changes:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from areal_ray.engines.served_model import ServedModel
 from areal_ray.engines.sglang_api import ServerUnreachable, SglangApi
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
+from areal_ray.engines.sglang_model import SglangModel
 from areal_ray.errors import EngineError
 
 _OLDEST = (0, 5, 23)
@@ -19,7 +19,7 @@ _ASK_AGAIN_S = 0.3
 async def connect(
     api: SglangApi,
     config: SglangGenerationConfig,
-    model: ServedModel,
+    model: SglangModel,
     version: int,
     why_ended: Callable[[], str],
 ) -> None:
@@ -70,7 +70,7 @@ async def _answered(api: SglangApi, limit_s: float, why_ended: Callable[[], str]
 
 
 def _check(
-    said: dict[str, Any], config: SglangGenerationConfig, model: ServedModel, url: str
+    said: dict[str, Any], config: SglangGenerationConfig, model: SglangModel, url: str
 ) -> None:
     version = str(said.get("version"))
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)

@@ -32,11 +32,11 @@ from areal_ray.engines.protocols import (
     OnResults,
     OnWeightUpdate,
 )
-from areal_ray.engines.served_model import read_served_model
 from areal_ray.engines.sglang_api import SglangApi
 from areal_ray.engines.sglang_connection import connect
 from areal_ray.engines.sglang_control import NAME, ServerControl
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
+from areal_ray.engines.sglang_model import read_sglang_model
 from areal_ray.engines.sglang_server import SglangServer, free_port, server_command
 from areal_ray.engines.sglang_turns import TurnDesk
 from areal_ray.engines.sglang_weights import weight_path
@@ -68,7 +68,7 @@ class SglangGenerationEngine:
             EngineError: The server does not start, or is not one this adapter can use.
         """
         self._config = config
-        self._model = read_served_model(model_path, config.max_context_tokens)
+        self._model = read_sglang_model(model_path, config.max_context_tokens)
         self._server: SglangServer | None = None
         url = config.url
         if not url:
@@ -182,7 +182,7 @@ class SglangGenerationEngine:
             EngineError: The ids are none of the model's, none at all or more than its window.
         """
         self._control.raise_if_over()
-        if why := self._model.why_ids_refused(token_ids):
+        if why := self._model.why_ids_refused(token_ids, self._model.window_tokens):
             raise EngineError(f"{NAME}: score: {why}")
         if len(token_ids) == 1:
             return np.empty(0, np.float32)

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from areal_ray.core.child import child_command
-from areal_ray.engines.served_model import ServedModel
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
+from areal_ray.engines.sglang_model import SglangModel
 from areal_ray.errors import EngineError
 
 _END_S = 15.0
@@ -27,7 +27,7 @@ _TOLD_LINES = 15
 
 
 def server_command(
-    config: SglangGenerationConfig, model: ServedModel, *, port: int, version: int
+    config: SglangGenerationConfig, model: SglangModel, *, port: int, version: int
 ) -> list[str]:
     """The command line of a server for a model.
 
@@ -40,7 +40,7 @@ def server_command(
         "tp_size": config.tp_size,
         "dtype": _dtype(config, model.folder),
         # SGLang keeps two positions for itself.
-        "context_length": min(model.window_tokens + 2, model.allowed_tokens),
+        "context_length": min(model.window_tokens + 2, model.num_positions or model.window_tokens),
         "weight_version": str(version),
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,

@@ -32,8 +32,8 @@ from areal_ray.engines.protocols import (
     OnResults,
 )
 from areal_ray.engines.row_table import failed_result
-from areal_ray.engines.served_model import ServedModel
 from areal_ray.engines.sglang_api import Sampled, SglangApi
+from areal_ray.engines.sglang_model import SglangModel
 from areal_ray.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Turn:
 class TurnDesk:
     """Takes turns, serves those that may run, and reports."""
 
-    def __init__(self, api: SglangApi, model: ServedModel, max_in_flight: int) -> None:
+    def __init__(self, api: SglangApi, model: SglangModel, max_in_flight: int) -> None:
         self._api = api
         self._model = model
         self._turns: dict[str, Turn] = {}

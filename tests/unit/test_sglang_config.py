@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_ray.engines.served_model import read_served_model
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
+from areal_ray.engines.sglang_model import read_sglang_model
 from areal_ray.engines.sglang_server import server_command
 from areal_ray.errors import EngineError, RecipeError
+from areal_ray.preflight import check_files
 from areal_ray.recipe import load_recipe
+from areal_ray.smoke import smoke_recipe
 from tests.support.generation import request
 from tests.support.tiny_models import write_tiny_model
 
@@ -42,6 +44,19 @@ def test_what_does_not_fit_together_is_refused(overrides, told):
         loaded(*overrides)
 
 
+def test_a_smoke_run_starts_a_server_only_where_it_is_asked_for():
+    own = ["rollout.engine.kind=sglang"]
+    assert smoke_recipe(load_recipe(RECIPE, own), own).rollout.engine.kind == "sglang"
+    elsewhere = load_recipe(RECIPE, [*own, "rollout.engine.url=http://127.0.0.1:1"])
+    assert smoke_recipe(elsewhere).rollout.engine.kind == "torch"
+
+
+def test_adapters_are_refused_before_anything_starts(tmp_path):
+    recipe = load_recipe(RECIPE, ["rollout.engine.kind=sglang", "model.lora={rank: 4}"])
+    problems = check_files(recipe)
+    assert any("rollout.engine.kind: is sglang with model.lora" in p for p in problems)
+
+
 def test_replicas_do_not_share_a_server():
     overrides = ["rollout.engine.kind=sglang", "rollout.engine.url=http://127.0.0.1:1"]
     with pytest.raises(RecipeError, match=r"replicas 2 and engine\.url"):
@@ -50,7 +65,7 @@ def test_replicas_do_not_share_a_server():
 
 def test_the_command_line_says_all_that_the_adapter_relies_on(tmp_path):
     folder = write_tiny_model(tmp_path / "model")
-    model = read_served_model(folder, 100)
+    model = read_sglang_model(folder, 100)
     config = SglangGenerationConfig(
         device="cuda:1", args={"mem_fraction_static": 0.7, "disable_radix_cache": True,
                                "enable_mixed_chunk": False},
@@ -67,11 +82,11 @@ def test_the_command_line_says_all_that_the_adapter_relies_on(tmp_path):
 
 def test_a_served_model_is_read_from_its_files(tmp_path):
     folder = write_tiny_model(tmp_path / "model", max_position_embeddings=64)
-    model = read_served_model(folder, 0)
+    model = read_sglang_model(folder, 0)
     assert (model.window_tokens, model.vocab_size, model.stop_ids) == (64, 384, (2,))
     assert model.weight_shapes["model.embed_tokens.weight"] == (384, 64)
     assert "lm_head.weight" not in model.weight_shapes
     assert model.why_refused(request("r", [5] * 63)) == ""
     assert "context window 64" in model.why_refused(request("r", [5] * 64))
     with pytest.raises(EngineError, match="the model allows 64"):
-        read_served_model(folder, 65)
+        read_sglang_model(folder, 65)

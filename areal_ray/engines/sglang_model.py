@@ -1,4 +1,4 @@
-"""What an adapter must know of the model that another program serves: read from its files alone."""
+"""What the SGLang adapter must know of the model that a server holds: read from its files alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,23 +7,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.engines.model_files import is_head_tied, load_config, model_folder, stop_token_ids
 from areal_ray.engines.protocols import GenerationRequest
+from areal_ray.engines.request_limits import context_window, why_ids_refused
 from areal_ray.engines.saved_config import read_saved_config
 from areal_ray.engines.stop_strings import StopStrings
-from areal_ray.errors import DataError, EngineError
+from areal_ray.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class SglangModel:
     """A model folder, read."""
 
     folder: Path
     window_tokens: int
     """Prompt and sampled tokens of one sequence."""
-    allowed_tokens: int
-    """What the model itself allows."""
+    num_positions: int
+    """What the model itself allows; 0 where it does not say."""
     vocab_size: int
     stop_ids: tuple[int, ...]
     stop_strings: StopStrings
@@ -33,7 +33,7 @@ class ServedModel:
     def why_refused(self, request: GenerationRequest) -> str:
         """Empty if a request can be served, else what is wrong with it."""
         sampling, prompt = request.sampling, request.prompt_ids
-        if wrong := self.why_ids_refused(prompt, room=1):
+        if wrong := self.why_ids_refused(prompt, self.window_tokens - 1):
             return wrong
         if sampling.adjustments:
             return (
@@ -43,26 +43,12 @@ class ServedModel:
             )
         return self.stop_strings.load() if sampling.stop else ""
 
-    def why_ids_refused(self, token_ids: NDArray[np.int32], *, room: int = 0) -> str:
-        """Empty if the model can read these ids and sample `room` more, else what is wrong."""
-        if len(token_ids) == 0:
-            return "the prompt is empty; it must hold at least one token."
-        if len(token_ids) + room > self.window_tokens:
-            return (
-                f"the prompt has {len(token_ids)} tokens, the context window "
-                f"{self.window_tokens}, of which {room} must be left. Shorten it or raise "
-                "max_context_tokens."
-            )
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self.vocab_size:
-            return (
-                f"token ids are {low}..{high}, must be in 0..{self.vocab_size - 1}. "
-                "Use the tokenizer of the model."
-            )
-        return ""
+    def why_ids_refused(self, token_ids: NDArray[np.int32], longest: int) -> str:
+        """Empty if the model can read so many of these ids, else what is wrong with them."""
+        return why_ids_refused(token_ids, longest, self.window_tokens, self.vocab_size)
 
 
-def read_served_model(path: str | Path, max_context_tokens: int) -> ServedModel:
+def read_sglang_model(path: str | Path, max_context_tokens: int) -> SglangModel:
     """Read a Hugging Face model folder, its tensors' names and shapes but not their values.
 
     Raises:
@@ -71,20 +57,13 @@ def read_served_model(path: str | Path, max_context_tokens: int) -> ServedModel:
     """
     folder = model_folder(path)
     config: Any = read_saved_config(folder) or load_config(folder)
-    names = ("max_position_embeddings", "sliding_window", "layer_types")
-    allowed = allowed_tokens(*(getattr(config, name, None) for name in names)) or LARGEST_TOKENS
-    if max_context_tokens > allowed:
-        raise EngineError(
-            f"max_context_tokens: is {max_context_tokens}, the model allows {allowed}; it must not "
-            "exceed that. Lower it, or set 0 for what the model allows."
-        )
     shapes = dict(_shapes(folder))
     if is_head_tied(config):
         shapes.pop("lm_head.weight", None)
-    return ServedModel(
+    return SglangModel(
         folder=folder,
-        window_tokens=max_context_tokens or min(allowed, LARGEST_TOKENS),
-        allowed_tokens=allowed,
+        window_tokens=context_window(max_context_tokens, config),
+        num_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
         vocab_size=int(config.vocab_size),
         stop_ids=stop_token_ids(folder),
         stop_strings=StopStrings(folder),
