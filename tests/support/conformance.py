@@ -12,7 +12,6 @@ the reason, and its checks are skipped with it.
 
 import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +38,8 @@ WINDOW = 512
 MAX_RUNNING = 24
 """Turns at once; the checks send more, so that turns enter and leave all the time."""
 END_OF_TURN = 2
-_STILL_S = 2.0
-"""How long processor time is watched."""
+_STILL_S = 1.5
+"""How long processor time is watched at a time."""
 _ORDINARY = (3, 384)
 """Ids of tokens without a special meaning: the first, and one past the last."""
 
@@ -119,6 +118,18 @@ class Bench:
         """Processor time of the threads and processes that came with the engine."""
         used = processor_seconds(os.getpid())
         return sum(used[task] for task in used.keys() - self._not_its_own)
+
+    def least_share(self) -> float:
+        """Of a core, that the engine uses in the quietest of a few spans: what is left of submits
+        and replies passes, what looks again and again does not."""
+        shares = []
+        for _ in range(4):
+            used, begin = self.processor_seconds(), time.monotonic()
+            time.sleep(_STILL_S)
+            shares.append((self.processor_seconds() - used) / (time.monotonic() - begin))
+            if shares[-1] < self.subject.idle_share:
+                break
+        return min(shares)
 
     def results(self, turns: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Of turns submitted before; each without error."""
@@ -456,12 +467,11 @@ class EngineConformance:
         bench.engine.pause()
         try:
             time.sleep(0.3)  # what was under way has been told
-            before, used = bench.engine.health(), bench.processor_seconds()
-            time.sleep(_STILL_S)
-            used, after = bench.processor_seconds() - used, bench.engine.health()
+            before = bench.engine.health()
+            assert bench.least_share() < bench.subject.idle_share
+            after = bench.engine.health()
             assert after.sampled_tokens == before.sampled_tokens
             assert after.num_running + after.num_waiting == 4
-            assert used < bench.subject.idle_share * _STILL_S
         finally:
             bench.engine.resume()
             results = bench.results(turns)
@@ -630,9 +640,7 @@ class EngineConformance:
             new = bench.publish(tensors_of(bench.other), bench.subject.policies[0])
             waiting = [bench.ask(prompt_of(20 + i, 9), max_new_tokens=20) for i in range(3)]
             bench.engine.submit(waiting)
-            used = bench.processor_seconds()
-            threading.Event().wait(_STILL_S)
-            assert bench.processor_seconds() - used < bench.subject.idle_share * _STILL_S
+            assert bench.least_share() < bench.subject.idle_share
             bench.engine.wake()
             bench.engine.resume()
             results = bench.results([*before, *waiting])

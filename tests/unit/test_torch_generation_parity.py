@@ -8,6 +8,8 @@ from areal_ray.engines.generation_model import load_generation_model
 from areal_ray.engines.hf_forward import HfForward
 from areal_ray.engines.lean_forward import LeanForward
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
+from areal_ray.engines.torch_train import TorchTrainEngine
+from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.errors import EngineError
 from tests.support.generation import hf_logprobs, hf_model, random_prompt, request, serving
 from tests.support.tiny_models import write_tiny_model
@@ -179,7 +181,21 @@ def test_lean_and_own_forward_of_one_model_name_the_same_weights(folders):
         assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma"])
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"llama", "llama3-rope"}))
+def test_what_the_learner_publishes_of_each_family_is_what_a_swap_takes(folders, name, tmp_path):
+    architecture, fields = MODELS[name]
+    other = write_tiny_model(tmp_path / "other", architecture, seed=4, **fields)
+    learner = TorchTrainEngine(other, LearnerConfig())
+    sent = request("a", random_prompt(0, 30), seed=3, max_new_tokens=30)
+    with serving(folders[name]) as served:
+        served.engine.swap(learner.weights(), 1, "keep")
+        (result,) = served.run([sent])
+    assert set(result.versions.tolist()) == {1}
+    logprobs, _ = hf_logprobs(hf_model(other), sent, result)
+    np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma", "gemma3"])
 def test_a_next_turn_over_kept_keys_and_values_has_the_logprobs_of_a_fresh_start(folders, name):
     model = hf_model(folders[name])
     first = [request(f"t1-{i}", random_prompt(0, 30), seed=i, key="g") for i in range(4)]
