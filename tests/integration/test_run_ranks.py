@@ -10,6 +10,7 @@ from areal_ray.engines.train_config import LearnerConfig, OptimizerConfig, Torch
 from areal_ray.runtime.fleet import Fleet
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.services import LearnerService
+from tests.support.needs import needs_deepspeed
 from tests.support.tiny_groups import random_group
 from tests.support.whole_runs import Runs, assert_books_balance, steps_of
 
@@ -76,7 +77,9 @@ def start(runs: Runs) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["torch", "fsdp"])
+@pytest.mark.parametrize(
+    "kind", ["torch", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
+)
 def test_a_run_with_two_ranks_and_two_replicas_reaches_its_end(runs: Runs, kind: str) -> None:
     ranks = (f"learner.engine.kind={kind}", "learner.ranks=2", "rollout.replicas=2")
     summary = runs.run(f"{kind}-ranks", *ranks, "steps=4")
