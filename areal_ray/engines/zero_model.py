@@ -80,11 +80,11 @@ class ZeroModel:
         self._guarded: GuardedOptimizer | None = None
         self._trained: list[nn.Parameter] = []
         self._layout: list[dict[str, Any]] = []
-        told = settings(config.config, config.keys, gradient_clipping=0.0)
+        clipping = 0.0 if optimizer is None else optimizer.gradient_clipping
+        told = settings(config.config, config.keys, gradient_clipping=clipping)
         _stand_in(module)
         ranks.broadcast_(module.buffers())
         if optimizer is not None:
-            told["gradient_clipping"] = optimizer.gradient_clipping
             self._guarded = GuardedOptimizer(module.parameters(), optimizer)
             # DeepSpeed will put flat tensors of its own in the place of these.
             self._trained = self._guarded.in_order

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.needs import needs_deepspeed
 from tests.support.whole_runs import ROOT
+from tests.support.zero_alone import HOW
 
 pytestmark = needs_deepspeed
 
@@ -35,11 +36,18 @@ def test_the_only_device_is_the_first(told):
     assert told["local_rank"] == "0"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_not_finite_changes_nothing(told, stage):
-    first, skipped, last = told["stages"][stage]
+@pytest.mark.parametrize("name", HOW)
+def test_a_gradient_that_is_not_finite_changes_nothing(told, name):
+    first, skipped, last = told["found"][name]["steps"]
     assert [first["taken"], skipped["taken"], last["taken"]] == [True, False, True]
     assert skipped["weights"] == first["weights"]
     assert last["weights"] != first["weights"]
     assert last["loss"] < first["loss"]
-    assert last["weights"] == told["stages"][0][2]["weights"]
+    assert last["weights"] == told["found"]["stage 0"]["steps"][2]["weights"]
+
+
+def test_what_is_offloaded_is_what_was_asked_for(told):
+    found = {name: told["found"][name]["offloads"] for name in HOW}
+    assert found["stage 2, offloaded"] == ["offload_optimizer"]
+    assert found["stage 3, offloaded"] == ["offload_optimizer", "offload_param"]
+    assert not any(found[f"stage {stage}"] for stage in range(4))
