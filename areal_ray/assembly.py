@@ -62,11 +62,9 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     tracker = Tracker()
     admission = recipe.admission
     learner = LearnerService(
-        learners,
-        num_minibatches=recipe.learner.ppo_n_minibatches,
-        seed=recipe.seed,
+        learners, num_minibatches=recipe.learner.ppo_n_minibatches, seed=recipe.seed,
         ranks_per_share=recipe.learner.engine.ranks_per_share,
-    )
+    )  # fmt: skip
     run = Run(
         steps=recipe.steps,
         step=begin.step,

@@ -18,6 +18,7 @@ from areal_ray.core.context_window import LARGEST_TOKENS
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task, sending_problem
 from areal_ray.core.typed_yaml import untyped_values
+from areal_ray.engines.deepspeed_settings import deepspeed_problem
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.engines.vllm_arguments import vllm_problems
@@ -173,6 +174,9 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
             "rollout.engine.kind: is sglang with model.lora; must be torch or vllm, which load "
             "adapters. Change it, or train the whole model."
         )
+    problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
+    if recipe.parts.trains and problem is not None:
+        yield f"learner.engine.kind: {problem}"
 
 
 def _companions(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor
 from areal_ray.engines.memory_report import bytes_of
 from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
-from areal_ray.engines.sharding import PlacedModel, ShardedTensor, check_source, persistent_tensors
+from areal_ray.engines.sharding import (
+    PlacedModel,
+    ShardedTensor,
+    check_source,
+    decoder_layers,
+    persistent_tensors,
+)
 from areal_ray.engines.tensor_parts import Extent, PartedTensor, PartGroup
 from areal_ray.engines.tensor_plan import TensorPlan
 from areal_ray.engines.train_config import FsdpConfig, OptimizerConfig
@@ -66,11 +72,11 @@ class Fsdp:
             )
         root = _Pass(module)
         plan = TensorPlan(module, self._mesh)
-        for part in (*_decoder_layers(module), root):
+        for part in (*decoder_layers(module), root):
             self._materialise(part)
             if part is not root:
                 plan.cut(part)
-            sharded = fully_shard(part, **self._how(plan.data))
+            sharded = fully_shard(part, **self._how(plan.data_mesh))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
         groups = (self._parts, self._published)
@@ -306,12 +312,6 @@ class FsdpModel:
                 return self._published.read(index, bounds, self._extents[name], own)
 
             yield read
-
-
-def _decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that Transformers says must stay in one piece, inner ones first."""
-    kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or ()}
-    return [m for m in module.modules() if type(m).__name__ in kinds][::-1]
 
 
 def _own_tensors(owner: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:

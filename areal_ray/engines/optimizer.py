@@ -56,6 +56,11 @@ class GuardedOptimizer:
         ]
         self._adamw = _torch_optimizer([group for group in groups if group["params"]], config)
 
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """What takes the steps: matrices with weight decay, then vectors without."""
+        return self._adamw
+
     def zero_grad(self) -> None:
         """Forget the gradient; its memory is kept."""
         for parameter in self._parameters:

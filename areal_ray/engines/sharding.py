@@ -224,3 +224,9 @@ def check_source(wanted: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> 
             raise ValueError(
                 f"{name} has shape {tuple(source[name].shape)}; must be {tuple(tensor.shape)}"
             )
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers that Transformers says must stay in one piece, inner ones first."""
+    kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or ()}
+    return [m for m in module.modules() if type(m).__name__ in kinds][::-1]

@@ -29,7 +29,7 @@ class TensorPlan:
         Raises:
             EngineError: It has none, or one with styles that are not covered here.
         """
-        self.data, self._tensor = mesh["data"], mesh["tensor"]
+        self.data_mesh, self._tensor = mesh["data"], mesh["tensor"]
         self._width = self._tensor.size()
         self._styles = _styles_of(module) if self._width > 1 else {}
 
@@ -80,8 +80,8 @@ class TensorPlan:
         rows, size = tensor.shape[0], math.prod(tensor.shape[1:])
         place, cut = self._tensor.get_local_rank(), self._cut_dimension(tensor)
         rows_here = rows // self._width if cut == 0 else rows
-        width = -(-rows_here // self.data.size())
-        first = min(width * self.data.get_local_rank(), rows_here)
+        width = -(-rows_here // self.data_mesh.size())
+        first = min(width * self.data_mesh.get_local_rank(), rows_here)
         if cut == 1:
             columns = tensor.shape[1]
             start = first * columns + place * local.shape[1]

@@ -6,6 +6,7 @@ Waits for: the other ranks inside every method but `weights` and `close`.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,9 @@ class TorchTrainEngine:
             oldest_version: Tokens of older versions do not train; None keeps all.
         """
         progress = Progress(rate=self._next_rate())
+        update = partial(self._update, progress)
         return self._memory.told(
-            self._rl.run(
-                minibatches, version, oldest_version, progress, lambda: self._update(progress)
-            )
+            self._rl.run(minibatches, version, oldest_version, progress, update)
         )
 
     def sft_step(self, examples: Sequence[SftExample]) -> StepStats:
@@ -136,7 +136,7 @@ class TorchTrainEngine:
             examples: This rank's share of the batch; may be empty.
         """
         progress = Progress(rate=self._next_rate())
-        stats = self._sft.run(examples, progress, lambda: self._update(progress))
+        stats = self._sft.run(examples, progress, partial(self._update, progress))
         return self._memory.told(stats)
 
     def evaluate_sft(self, examples: Sequence[SftExample]) -> SftEvaluation:
@@ -151,7 +151,7 @@ class TorchTrainEngine:
         """
         assert self._pairs is not None, "only runs of kind dpo and reward_model learn from pairs"
         progress = Progress(rate=self._next_rate())
-        return self._memory.told(self._pairs.run(pairs, progress, lambda: self._update(progress)))
+        return self._memory.told(self._pairs.run(pairs, progress, partial(self._update, progress)))
 
     def evaluate_pairs(self, pairs: Sequence[PreferencePair]) -> PairEvaluation:
         """How well this rank's share of held-out pairs is told apart, over all ranks."""
@@ -279,12 +279,9 @@ class TorchTrainEngine:
         if not companions.critic_path:
             return None
         return Critic(
-            companions.critic_path,
-            companions.critic,
-            self._learner.engine,
-            self._sharding,
+            companions.critic_path, companions.critic, self._learner.engine, self._sharding,
             total_steps=self._total_steps,
-        )
+        )  # fmt: skip
 
     def _loaded(self, path: Path | str) -> Any:
         return self._load(path, self._learner.engine, device=self._sharding.loads_to)

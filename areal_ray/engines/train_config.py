@@ -1,11 +1,12 @@
 """Configuration of the learner; without torch, so that a recipe is checked before it loads."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from areal_ray.core.config import Config
+from areal_ray.engines.deepspeed_settings import EngineKeys, engine_problems, optimizer_problems
 
 
 class OptimizerConfig(Config):
@@ -126,7 +127,50 @@ class FsdpConfig(TrainEngineConfig):
         return self
 
 
-AnyTrainConfig = TorchTrainConfig | FsdpConfig
+class DeepspeedConfig(TrainEngineConfig):
+    """The train engine on DeepSpeed: ZeRO lays optimizer, gradient and weights over the ranks."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    """Which train engine."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward pass. bfloat16 keeps float32 weights and optimizer state (autocast)."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What a rank holds its share of instead of the whole: 1 the optimizer state, 2 the gradient
+    too, 3 the weights too (also those of critic, reference and teacher). 0 = of nothing."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in host memory: the optimizer's state, which is updated there; all = the weights
+    too (zero_stage 3)."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """DeepSpeed's own configuration, passed on: zero_optimization (bucket sizes, thresholds),
+    comms_logger, flops_profiler. A key with the meaning of another one of the recipe must agree
+    with it, or be auto."""
+
+    @model_validator(mode="after")
+    def _check_config(self) -> Self:
+        problems = engine_problems(self.config, self.keys)
+        if self.offload == "all" and self.zero_stage != 3:
+            problems.append(
+                f"offload: is all with zero_stage {self.zero_stage}, which keeps the weights "
+                "whole on each rank; must be none or optimizer. Set zero_stage=3, or offload."
+            )
+        elif self.offload != "none" and self.zero_stage == 0:
+            problems.append(
+                f"offload: is {self.offload} with zero_stage 0, which leaves all where it is; "
+                "must be none. Set zero_stage to 1, 2 or 3, or offload=none."
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def keys(self) -> EngineKeys:
+        """What DeepSpeed has a word for."""
+        return EngineKeys(
+            self.zero_stage, self.offload, self.dtype, self.device, self.max_tokens_per_mb
+        )
+
+
+AnyTrainConfig = TorchTrainConfig | FsdpConfig | DeepspeedConfig
 """What `learner.engine` may be, told apart by `kind`."""
 
 
@@ -160,6 +204,10 @@ class LearnerConfig(Config):
                 f"optimizer.name: is adamw_8bit with engine.kind {kind} and device {device}; must "
                 "be adamw there. Use it with kind torch on device cuda."
             )
+        if isinstance(self.engine, DeepspeedConfig):
+            problems = optimizer_problems(self.engine.config, self.optimizer.model_dump())
+            if problems:
+                raise ValueError("\n".join(f"engine.{problem}" for problem in problems))
         return self
 
 

@@ -2,7 +2,7 @@
 
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.sharding import Replicated, Sharding
-from areal_ray.engines.train_config import FsdpConfig, TrainEngineConfig
+from areal_ray.engines.train_config import DeepspeedConfig, FsdpConfig, TrainEngineConfig
 
 
 def sharding_for(config: TrainEngineConfig, ranks: RankGroup) -> Sharding:
@@ -11,4 +11,8 @@ def sharding_for(config: TrainEngineConfig, ranks: RankGroup) -> Sharding:
         from areal_ray.engines.fsdp import Fsdp
 
         return Fsdp(config, ranks)
+    if isinstance(config, DeepspeedConfig):
+        from areal_ray.engines.deepspeed import ZeroSharding
+
+        return ZeroSharding(config, ranks)
     return Replicated(ranks, config.device)

@@ -16,6 +16,7 @@ from areal_ray.telemetry.episodes import EPISODES_FILE
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
+from tests.support.needs import needs_deepspeed
 from tests.support.whole_runs import ROOT, Runs, assert_books_balance
 
 DEMO_STEPS = 20
@@ -33,7 +34,13 @@ OBJECTIVES = {
     "kpop": ["objective.kind=kpop"],
     "adapters": ["model.lora={rank: 8}", "learner.optimizer.lr=0.003"],
 }
-TRAIN_ENGINES = {"fsdp": ["learner.engine.kind=fsdp", "learner.ranks=2"]}
+TRAIN_ENGINES = {
+    "fsdp": ["learner.engine.kind=fsdp", "learner.ranks=2"],
+    "deepspeed": [
+        "learner.engine={kind: deepspeed, zero_stage: 3, max_tokens_per_mb: 16384}",
+        "learner.ranks=2",
+    ],
+}
 RECIPES_CLIP = ["objective.eps_clip=null", "objective.eps_clip_higher=null"]
 PATIENCE_S = 500.0
 
@@ -72,7 +79,7 @@ def test_another_objective_lifts_it_by_twenty_five_points(runs: Runs, name: str)
     assert lifted(runs, STEPS, *shorter, *RECIPES_CLIP, *OBJECTIVES[name]) >= 0.25
 
 
-@pytest.mark.parametrize("name", TRAIN_ENGINES)
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("deepspeed", marks=needs_deepspeed)])
 def test_another_train_engine_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
     shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
     assert lifted(runs, STEPS, *shorter, *TRAIN_ENGINES[name]) >= 0.25

@@ -10,6 +10,7 @@ from areal_ray.engines.train_config import LearnerConfig, OptimizerConfig, Torch
 from areal_ray.runtime.fleet import Fleet
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.services import LearnerService
+from tests.support.needs import needs_deepspeed
 from tests.support.tiny_groups import random_group
 from tests.support.whole_runs import Runs, assert_books_balance, steps_of
 
@@ -82,6 +83,7 @@ def start(runs: Runs) -> dict[str, np.ndarray]:
         ("torch-ranks", "{kind: torch}"),
         ("fsdp-ranks", "{kind: fsdp}"),
         ("tensor-ranks", "{kind: fsdp, tensor_parallel: 2}"),
+        pytest.param("deepspeed-ranks", "{kind: deepspeed}", marks=needs_deepspeed),
     ],
 )
 def test_a_run_with_two_ranks_and_two_replicas_reaches_its_end(

@@ -194,7 +194,9 @@ class _Stage:
         if str(model) not in ("model", "other"):
             path = self.folder / model
         # A small eps would blow rounding up where a gradient is nearly zero.
-        optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=2, gradient_clipping=2.0)
+        optimizer = OptimizerConfig(
+            lr=1e-3, eps=1e-4, weight_decay=0.5, warmup_steps=2, gradient_clipping=2.0
+        )
         config = LearnerConfig(
             ranks=self.layout.ranks, engine=self.layout.engine, optimizer=optimizer
         )
