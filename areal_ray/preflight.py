@@ -169,11 +169,6 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     engine = recipe.rollout.engine
     if recipe.parts.samples and engine.kind == "vllm":
         yield from vllm_problems(engine)
-    if recipe.parts.samples and engine.kind == "sglang" and recipe.model.lora is not None:
-        yield (
-            "rollout.engine.kind: is sglang with model.lora; must be torch or vllm, which load "
-            "adapters. Change it, or train the whole model."
-        )
     problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
     if recipe.parts.trains and problem is not None:
         yield f"learner.engine.kind: {problem}"
