@@ -89,8 +89,11 @@ def test_an_engine_that_cannot_take_the_adapters_is_refused():
     with pytest.raises(RecipeError, match=r"model\.lora\.rank: is 600; must be <= 512 with"):
         parse_recipe(RL, large)
     assert parse_recipe(RL, ["model.lora.rank=600"]).model.lora is not None
-    (told,) = engine_problems(LoraConfig(), "other")
-    assert told.startswith("rollout.engine.kind: is other with model.lora; must be torch or vllm")
+    with pytest.raises(
+        RecipeError, match=r"rollout\.engine\.kind: is sglang with model\.lora; must"
+    ):
+        parse_recipe(RL, ["rollout.engine.kind=sglang"])
+    assert parse_recipe(RL, ["rollout.engine.kind=sglang", "model.lora=null"])
 
 
 def test_a_layer_that_the_model_lacks_is_told_with_those_it_has(recipe):
