@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engines_smollm2": ("benchmarks.engines", "--smollm2"),
     "learner": ("benchmarks.learner",),
     "publish": ("benchmarks.publish",),
+    "weight_changes": ("benchmarks.weight_changes",),
     "driver_overhead": ("benchmarks.driver_overhead",),
     "trl_end_to_end": ("benchmarks.trl_end_to_end",),
     "asynchrony": ("benchmarks.asynchrony",),

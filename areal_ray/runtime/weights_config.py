@@ -24,7 +24,7 @@ class WeightsConfig(Config):
     full_every: int = Field(1, ge=1)
     """With collective: to replicas on other nodes every so many versions travel whole, and those
     between as the elements that changed, bit for bit. 1 = all whole. Worth it with dtype bfloat16
-    at low learning rates, over networks slower than about 2 GB/s."""
+    at low learning rates, over slow networks; see docs/performance.md."""
     bucket_bytes: int = Field(16 * 1024**2, ge=ALIGNMENT_BYTES, le=1024**3)
     """Weights travel in slices of this size; a multiple of 16."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
