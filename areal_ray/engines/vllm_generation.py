@@ -209,6 +209,7 @@ class VllmGenerationEngine:
             sampled_tokens=sampled,
             busy_s=self._turns.busy_s,
             idle_for_swap_s=self._idle_for_swap_s,
+            dtype=str(self._llm.model_config.dtype).removeprefix("torch."),
         )
 
     def close(self) -> None:
