@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from areal_ray.engines.deepspeed_settings import deepspeed_problem
+from areal_ray.engines.deepspeed_settings import deepspeed_problem, reports
 from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.sharding import PlacedModel, ReplicatedModel
 from areal_ray.engines.tensor_parts import PartGroup
@@ -37,7 +37,7 @@ class ZeroSharding:
             EngineError: The package is missing, or of a release that was never tried.
         """
         ranks.initialise_alone()
-        _set_up(config.device)
+        _set_up(config.device, is_quiet=not reports(config.config))
         self._config = config
         self._ranks = ranks
         splits_weights = config.zero_stage == 3
@@ -63,8 +63,8 @@ class ZeroSharding:
         return ZeroModel(module, optimizer, self._config, self._ranks)
 
 
-def _set_up(device: str) -> None:
-    """Import deepspeed for this device, quiet, and with nothing to find out by itself."""
+def _set_up(device: str, *, is_quiet: bool) -> None:
+    """Import deepspeed for this device, with nothing to find out by itself."""
     problem = deepspeed_problem()
     if problem is not None:
         raise EngineError(f"learner.engine.kind: {problem}")
@@ -80,7 +80,7 @@ def _set_up(device: str) -> None:
         groups._release_process_group_references(None)
     _joined[:] = [dist.group.WORLD]
     groups._WORLD_GROUP = dist.group.WORLD  # its time-out holds; a clone's would be 30 minutes
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR if is_quiet else logging.INFO)
     warnings.filterwarnings("ignore", message="`torch.distributed..*` is deprecated")
     # A reduction for inference on CPUs, which training never calls and takes a minute to compile.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -16,10 +16,11 @@ _OLDEST, _BEFORE = (0, 19, 8), (0, 20)
 """Releases that were tried: older ones average gradients in another way, without a word."""
 _AUTO = "auto"
 """What Transformers' files say where another setting decides; read as if the key were not there."""
-_PASSED_ON = (
-    *("zero_optimization", "comms_logger", "flops_profiler", "wall_clock_breakdown"),
-    *("memory_breakdown", "dump_state", "steps_per_print"),
+_REPORTS = (
+    *("comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown"),
+    *("dump_state", "steps_per_print"),
 )
+_PASSED_ON = ("zero_optimization", *_REPORTS)
 _ZERO_PASSED_ON = (
     *("stage", "offload_optimizer", "offload_param", "contiguous_gradients", "reduce_scatter"),
     *("reduce_bucket_size", "allgather_partitions", "allgather_bucket_size", "overlap_comm"),
@@ -87,6 +88,11 @@ def settings(config: Section, keys: EngineKeys, *, gradient_clipping: float) -> 
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {**zero, "stage": keys.zero_stage},
     }
+
+
+def reports(config: Section) -> bool:
+    """Whether DeepSpeed is asked to write reports into the log."""
+    return any(key in _REPORTS for key in _given(config))
 
 
 def deepspeed_problem(version_of: Callable[[str], str] = metadata.version) -> str | None:
