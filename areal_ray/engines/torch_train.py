@@ -81,8 +81,7 @@ class TorchTrainEngine:
         self._total_steps = total_steps
         self._ranks = ranks or RankGroup()
         self._sharding = sharding_for(learner.engine, self._ranks)
-        # Counts are summed over ranks with different data alone.
-        counted = self._ranks.every(learner.engine.ranks_per_share)
+        self._counted = self._ranks.every(learner.engine.ranks_per_share)  # those with other data
         self._load = load_score_model if pairs and pairs.is_scored else load_causal_model
         self._model = self._loaded(model_path)
         self._adapters = None if lora is None else Adapters(self._model, lora)
@@ -95,14 +94,14 @@ class TorchTrainEngine:
         reference = self._reference(beside.reference_path, str(model_path))
         teacher = self._load_frozen(beside.teacher_path, "teacher.path")
         self._memory = MemoryReport(self._forward, [self._critic, reference, teacher], self._ranks)
-        self._pairs = None if pairs is None else self._pair_step(pairs, reference, counted)
+        self._pairs = None if pairs is None else self._pair_step(pairs, reference)
         loss = SftLoss(self._forward, teacher, distillation)
-        self._sft = SftStep(self._forward, loss, counted)
+        self._sft = SftStep(self._forward, loss, self._counted)
         judge = Judge(
             objective, self._forward, temperature=temperature or 1.0, reference=reference,
-            teacher=teacher, critic=self._critic, ranks=counted,
+            teacher=teacher, critic=self._critic, ranks=self._counted,
         )  # fmt: skip
-        self._rl = RlStep(self._forward, objective, judge, temperature or 1.0, counted)
+        self._rl = RlStep(self._forward, objective, judge, temperature or 1.0, self._counted)
 
     @property
     def steps_taken(self) -> int:
@@ -263,9 +262,7 @@ class TorchTrainEngine:
             return None
         return FrozenModel.load(path, self._learner.engine, self._sharding, key=key)
 
-    def _pair_step(
-        self, pairs: PairTask, reference: FrozenModel | None, ranks: RankGroup
-    ) -> PairStep:
+    def _pair_step(self, pairs: PairTask, reference: FrozenModel | None) -> PairStep:
         loss: PairLoss
         if pairs.is_scored:
             loss = ScoreLoss(self._forward, self._model.score)
@@ -273,7 +270,7 @@ class TorchTrainEngine:
             assert reference is not None, "the recipe gives kind dpo a reference"
             loss = DpoLoss(self._forward, reference, pairs.config)
         limit = self._learner.engine.max_tokens_per_mb
-        return PairStep(self._forward, loss, ranks, limit)
+        return PairStep(self._forward, loss, self._counted, limit)
 
     def _load_critic(self, companions: Companions) -> Critic | None:
         if not companions.critic_path:
