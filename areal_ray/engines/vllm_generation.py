@@ -91,6 +91,7 @@ class VllmGenerationEngine:
             self._adapters = None if lora is None else VllmAdapters(self._model.layers, lora)
             starting = start_vllm(self._model, config, version, self._adapters)
             self._llm = self._thread.ask(starting)
+            self._dtype = str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
             from areal_ray.engines.vllm_serving import TurnService  # imports vllm
             from areal_ray.engines.vllm_standstill import Standstill
 
@@ -209,7 +210,7 @@ class VllmGenerationEngine:
             sampled_tokens=sampled,
             busy_s=self._turns.busy_s,
             idle_for_swap_s=self._idle_for_swap_s,
-            dtype=str(self._llm.model_config.dtype).removeprefix("torch."),
+            dtype=self._dtype,
         )
 
     def close(self) -> None:
