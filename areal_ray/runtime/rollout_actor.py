@@ -178,15 +178,15 @@ class RolloutActor:
         self._engine.abort(request_ids)
 
     async def pause(self, *, asleep: bool = False) -> None:
-        """Stop sampling; turns stay. With `asleep` the memory of keys and values is given back."""
-        await self._in_order(self._engine.pause)
-        if asleep:
-            await self._in_order(self._engine.sleep)
+        """Stop sampling; turns stay. With `asleep` the memory of keys and values is given back.
+
+        Comes after what of a publish is under way here; later ones reach a paused replica too.
+        """
+        await self._in_order(lambda: self._guard.pause(asleep=asleep))
 
     async def resume(self) -> None:
-        """Go on after pause(), woken first."""
-        await self._in_order(self._engine.wake)
-        await self._in_order(self._engine.resume)
+        """Go on after pause(), woken first; one whose weights are not proven stays halted."""
+        await self._in_order(self._guard.resume)
 
     def _on_results(self, results: list[GenerationResult]) -> None:
         assert self._loop is not None, "results cannot precede the first submit()"

@@ -42,7 +42,10 @@ class SwapGuard:
         send: OnResults,
         send_chunks: OnChunks | None = None,
     ) -> None:
-        """What leaves goes to the last two, on the engine's thread or on that of `swap`."""
+        """What leaves goes to the last two, on the engine's thread or on that of `swap`.
+
+        `swap`, `pause` and `resume` are called from one thread.
+        """
         self._engine = engine
         self._policy = policy
         self._send = send
@@ -53,6 +56,21 @@ class SwapGuard:
         self._kept: list[GenerationResult] = []
         self._kept_chunks: list[GenerationChunk] = []
         self._is_halted = False
+        self._is_paused = False
+
+    def pause(self, *, asleep: bool = False) -> None:
+        """Stop sampling until `resume`, whatever is swapped; asleep, memory is given back too."""
+        self._is_paused = True
+        self._engine.pause()
+        if asleep:
+            self._engine.sleep()
+
+    def resume(self) -> None:
+        """Undo `pause`; an engine whose weights are not proven stays halted."""
+        self._engine.wake()
+        self._is_paused = False
+        if not self._is_halted:
+            self._engine.resume()
 
     def on_results(self, results: list[GenerationResult]) -> None:
         """Take what the engine finished in one step."""
@@ -129,7 +147,7 @@ class SwapGuard:
                 self._send_chunks(chunks)
             if kept:
                 self._send(kept)
-        if was_halted:
+        if was_halted and not self._is_paused:
             self._engine.resume()
 
     def _halt(self, running: Callable[[], Iterable[str]]) -> None:

@@ -250,3 +250,27 @@ def test_adapters_are_proven_as_the_weights_that_they_make(tmp_path: Path) -> No
     name = next(iter(weights))
     assert generation.differing(weights | {name: weights[name] * 1.5}) != ""
     generation.close()
+
+
+@pytest.mark.parametrize("asleep", [False, True], ids=["paused", "asleep"])
+def test_a_pause_outlasts_a_swap_and_ends_no_halt(replica: Replica, asleep: bool) -> None:
+    def samples() -> bool:
+        before = replica.engine.health().sampled_tokens
+        threading.Event().wait(0.3)
+        return replica.engine.health().sampled_tokens > before
+
+    replica.swap(7, 1, Check(probe_of(replica, 7)))
+    replica.guard.pause(asleep=asleep)
+    replica.submit("a", LONG)
+    assert replica.swap(8, 2, Check(probe_of(replica, 7))).proof.difference
+    replica.guard.resume()
+    replica.submit("b", LONG)
+    assert not samples(), "resumed though halted"
+    replica.guard.pause(asleep=asleep)
+    assert not replica.swap(9, 3, Check(probe_of(replica, 9))).proof.difference
+    assert not samples(), "resumed by a swap though paused"
+    replica.guard.resume()
+    results = {result.request_id: result for result in (replica.next(), replica.next())}
+    assert results["a"].stop_reason is StopReason.ABORT
+    assert results["b"].token_ids.tolist() == [9] * LONG
+    assert set(results["b"].versions.tolist()) == {3}
