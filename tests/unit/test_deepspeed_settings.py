@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from areal_ray.engines import deepspeed_settings
-from areal_ray.engines.deepspeed_settings import settings
+from areal_ray.engines.deepspeed_settings import reports, settings
 from areal_ray.engines.train_config import DeepspeedConfig, LearnerConfig, OptimizerConfig
 from areal_ray.errors import RecipeError
 from areal_ray.preflight import check_files
@@ -170,6 +170,11 @@ def test_preflight_tells_what_is_wrong_with_the_package():
     problem = deepspeed_settings.deepspeed_problem()
     assert (f"learner.engine.kind: {problem}" in told) == (problem is not None)
     assert not [line for line in check_files(parse_recipe(TEXT)) if "package deepspeed" in line]
+
+
+def test_deepspeed_logs_only_where_it_is_asked_for_a_report():
+    assert not reports({"zero_optimization": {"stage": 2}, "steps_per_print": "auto"})
+    assert reports({"comms_logger": {"enabled": True}})
 
 
 def test_nothing_else_imports_deepspeed():
