@@ -33,6 +33,10 @@ class EngineError(ArealRayError):
     """An engine could not load, sample or train; names the engine and the request."""
 
 
+class EngineDied(EngineError):
+    """A process of the engine's own died: whoever owns the engine has to start another."""
+
+
 class ActorLost(ArealRayError):
     """A Ray actor died and the run cannot go on without it; names the actor and the cause."""
 

@@ -51,7 +51,7 @@ from areal_ray.engines.vllm_weights import (
     open_update,
     shared_weights,
 )
-from areal_ray.errors import ArealRayError, EngineError
+from areal_ray.errors import ArealRayError, EngineDied, EngineError
 
 T = TypeVar("T")
 
@@ -239,14 +239,15 @@ class VllmGenerationEngine:
             await asyncio.wait({task}, timeout=_LOOK_S)
             if not task.done() and (self._llm is None or self._llm.errored):
                 task.cancel()
-                raise EngineError(_DEAD)
+                raise EngineDied(_DEAD)
         try:
             return task.result()
         except ArealRayError:
             raise
         except Exception as error:
-            is_dead = self._llm is None or self._llm.errored
-            raise EngineError(_DEAD if is_dead else f"{_NAME}: {error}") from error
+            if self._llm is None or self._llm.errored:
+                raise EngineDied(_DEAD) from error
+            raise EngineError(f"{_NAME}: {error}") from error
 
     async def _swap(self, note: WeightNote | None, version: int, policy: OnWeightUpdate) -> float:
         begin = 0.0
@@ -299,4 +300,4 @@ class VllmGenerationEngine:
         if self._is_closed:
             raise EngineError(f"{_NAME}: it is closed. Start a new engine.")
         if self._llm.errored:
-            raise EngineError(_DEAD)
+            raise EngineDied(_DEAD)

@@ -7,6 +7,7 @@ last committed weights before it answers.
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections import defaultdict
@@ -30,7 +31,7 @@ from areal_ray.engines.protocols import (
     GenerationRequest,
     GenerationResult,
 )
-from areal_ray.errors import DeadlineExceeded, PublishError
+from areal_ray.errors import DeadlineExceeded, EngineDied, EngineError, PublishError
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.membership import Membership
@@ -42,6 +43,7 @@ from areal_ray.runtime.weight_files import WeightFile
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _POLL_S = 20.0
 _FORGET_CLIENT_S = 120.0
 _CATCH_UP_S = 300.0
@@ -190,7 +192,23 @@ class RolloutActor:
 
     def _on_results(self, results: list[GenerationResult]) -> None:
         assert self._loop is not None, "results cannot precede the first submit()"
+        if any(result.error for result in results):
+            self._end_with_engine()
         self._loop.call_soon_threadsafe(self._deliver, results)
+
+    def _end_with_engine(self) -> None:
+        """Die where a process of the engine's own did, so that Ray starts both anew.
+
+        Whoever waits for its turns then asks for them again; answered with the failure, they would
+        fail their episodes, and an idle replica that fails at once would draw all others to it.
+        """
+        try:
+            self._engine.health()
+        except EngineDied as died:
+            _log.critical("%s: %s", self._name, died)
+            os._exit(1)
+        except EngineError:
+            return
 
     def _on_chunks(self, chunks: list[GenerationChunk]) -> None:
         assert self._loop is not None, "chunks cannot precede the first submit()"
@@ -272,6 +290,7 @@ class RolloutActor:
 
     async def health(self) -> RolloutHealth:
         """The engine's account of itself."""
+        self._end_with_engine()
         return RolloutHealth(self._name, self._incarnation, self._engine.health(), os.getpid())
 
     async def version(self) -> int:

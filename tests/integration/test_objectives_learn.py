@@ -6,6 +6,8 @@ In one file, so that the warm start is made once.
 import importlib.util
 import itertools
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,15 @@ from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
 from tests.support.needs import needs_deepspeed
-from tests.support.whole_runs import ROOT, Runs, assert_books_balance
+from tests.support.vllm_process import engine_process_below
+from tests.support.whole_runs import (
+    ROOT,
+    Runs,
+    assert_books_balance,
+    events_of,
+    pid_of,
+    until_step,
+)
 
 DEMO_STEPS = 20
 STEPS = 8
@@ -92,6 +102,7 @@ def test_another_train_engine_lifts_it_by_twenty_five_points(runs: Runs, name: s
 def test_the_demo_learns_on_vllm_with_versions_published_inside_running_requests(
     runs: Runs,
 ) -> None:
+    """And goes on when vLLM's process is killed: Ray starts the replica anew."""
     steps = 8
     handle = launch(
         ROOT / "recipes/calculator/grpo.yaml",
@@ -107,6 +118,8 @@ def test_the_demo_learns_on_vllm_with_versions_published_inside_running_requests
             "telemetry={console: 'off', dump_every_steps: 1, dump_groups: 32}",
         ],
     )
+    until_step(handle, 5)
+    os.kill(engine_process_below(pid_of("learn-vllm", "rollout-0")), signal.SIGKILL)
     summary = handle.wait(PATIENCE_S)
     assert (summary.outcome, summary.steps) == ("finished", steps)
     assert summary.staleness.max <= 2
@@ -114,6 +127,7 @@ def test_the_demo_learns_on_vllm_with_versions_published_inside_running_requests
     rewards = [row["reward/mean"] for row in read_rows(handle.folder / METRICS_FILE)]
     assert sum(rewards[-2:]) / 2 - rewards[0] >= 0.2, rewards
     assert len(set(versions_met(handle.folder))) >= 3
+    assert "rollout-0" in events_of(handle.folder), "the death of its vLLM was not told"
 
 
 def versions_met(folder: Path) -> Iterator[int]:

@@ -11,7 +11,7 @@ import pytest
 
 from areal_ray.engines.protocols import GenerationEngine
 from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
-from areal_ray.errors import EngineError
+from areal_ray.errors import EngineDied, EngineError
 from tests.support.conformance import (
     Bench,
     Capacity,
@@ -21,6 +21,7 @@ from tests.support.conformance import (
     tensors_of,
     trainer_logprobs,
 )
+from tests.support.vllm_process import engine_process_below
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -151,7 +152,7 @@ class TestVllm(EngineConformance):
     ) -> None:
         (turn,) = bench.begun([bench.ask([5, 6], max_new_tokens=450)])
         bench.engine.pause()
-        os.kill(_engine_process(), signal.SIGKILL)
+        os.kill(engine_process_below(os.getpid()), signal.SIGKILL)
         (result,) = bench.served.wait(turn.request_id)
         assert turn.request_id in result.error
         told = _failure_told(bench.engine)
@@ -162,7 +163,7 @@ class TestVllm(EngineConformance):
             lambda: bench.engine.submit([bench.ask([5])]),
             lambda: bench.engine.score(np.array([5, 6], np.int32)),
         ):
-            with pytest.raises(EngineError, match="process died"):
+            with pytest.raises(EngineDied, match="process died"):
                 verb()
         bench.engine.close()
 
@@ -177,17 +178,3 @@ def _failure_told(engine: GenerationEngine) -> str:
             return str(error)
         time.sleep(0.05)
     return ""
-
-
-def _engine_process() -> int:
-    """Id of the one process below this one that vLLM has named so."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = status.read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            continue
-        if name.startswith("VLLM") and int(rest.split()[1]) == os.getpid():
-            found.append(int(status.parent.name))
-    assert len(found) == 1, found
-    return found[0]
