@@ -112,11 +112,15 @@ class ActorGraph:
 
     def param_sync(self) -> Any:
         """The weight-update service's one actor."""
+        recipe = self.recipe
+        config = recipe.weights.placed(
+            learner_gpus=recipe.learner.num_gpus, rollout_gpus=recipe.rollout.num_gpus
+        )
         fleet = self._fleet(
             PARAM_SYNC,
             ParamSyncActor,
             lambda index, name: {
-                "config": self.recipe.weights,
+                "config": config,
                 "version": self.begin.version,
             },
         )

@@ -46,7 +46,7 @@ class Membership:
         return cls(
             group_name,
             members,
-            config.backend,
+            "nccl" if config.backend == "nccl" else "gloo",  # auto without a word of GPUs
             config.timeout_s,
             config.shares_memory,
             config.full_every,

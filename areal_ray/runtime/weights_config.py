@@ -16,8 +16,9 @@ class WeightsConfig(Config):
     """collective: broadcast over a group of our own; object_store: one payload that each replica
     reads (fleets that come and go); disk: safetensors files in the run folder, which every node
     must mount."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the collective group. gloo works everywhere; nccl needs a GPU of its own per member."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Of the collective group. gloo works everywhere; nccl needs a GPU of its own per member.
+    auto: nccl where the learner and each replica reserve one or more whole GPUs, else gloo."""
     shares_memory: bool = True
     """With collective over gloo: replicas on the learner's node read the weights in its memory,
     and only those on other nodes get them over the network."""
@@ -36,6 +37,13 @@ class WeightsConfig(Config):
     store when a late or restarted replica (or evaluation) asks. always: after every publish; they
     then outlive the learner, for the price of one copy of the model per publish."""
     canary: CanaryConfig = CanaryConfig()
+
+    def placed(self, *, learner_gpus: float, rollout_gpus: float) -> Self:
+        """With the backend that `auto` stands for, given the GPUs that each actor reserves."""
+        if self.backend != "auto":
+            return self
+        has_own = learner_gpus >= 1 and rollout_gpus >= 1
+        return self.model_copy(update={"backend": "nccl" if has_own else "gloo"})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
