@@ -17,6 +17,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -74,6 +79,7 @@ class StagedTransferEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(self._staged.items()))
         finalize_layerwise_reload(self.model, self.model_config)
+        _pack_tied_heads(self.model)
 
     def finish_weight_update(self) -> None:
         """Let go of the staged memory."""
@@ -82,6 +88,20 @@ class StagedTransferEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
     def shutdown(self) -> None:
         """Let go of the staged memory."""
         self._staged = None
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """Have heads that share the embedding's weight compute with what it holds now.
+
+    No tensor of the update is theirs, so vLLM's reload passes them by; but on the CPU each computes
+    with a packed copy of its own, made at the start. On a GPU this does nothing.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embedded = {id(one.weight) for one in layers if not isinstance(one, ParallelLMHead)}
+    for layer in layers:
+        is_tied = isinstance(layer, ParallelLMHead) and id(layer.weight) in embedded
+        if is_tied and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 class PolicySampler(Sampler):

@@ -79,7 +79,7 @@ def test_it_samples_from_the_adapters_of_each_version(tmp_path):
             own = result.versions == version
             expected = hf_logprobs(model, one, result)[0]
             np.testing.assert_allclose(result.logprobs[own], expected[own], atol=1e-5)
-    assert {int(v) for result in long for v in result.versions} > {3}, "swapped in no turn"
+    assert any(len(set(result.versions)) > 1 for result in long), "swapped in no turn"
 
 
 def fresh_adapters(folder):
