@@ -73,6 +73,8 @@ class _Reader:
         self.problems: list[str] = []
         self._root = root
         self._is_checked = is_checked
+        self._variants: dict[str, list[type[BaseModel]]] = {}
+        """Key of a section that comes in several kinds -> those."""
 
     def read_section(self, node: Node, schema: type[BaseModel], key: str) -> Any:
         """The section as an instance of `schema`."""
@@ -144,6 +146,7 @@ class _Reader:
 
     def _read_variant(self, node: yaml_tree.Mapping, sections: list[Any], key: str) -> Any:
         """One of several sections, told apart by their `kind`; without it the first."""
+        self._variants[key] = sections
         kinds = {kind: section for section in sections for kind in _kinds(section)}
         kind = node.items.get("kind")
         if len(sections) == 1 or kind is None or not kinds:
@@ -174,6 +177,12 @@ class _Reader:
         if former:
             return f"is no longer a key. {former}"
         fields = list(schema.model_fields)
+        others = [s for s in self._variants.get(section, ()) if name in s.model_fields]
+        owners = [str(kind) for other in others for kind in _kinds(other)]
+        if owners:
+            own = "".join(f" with {section}.kind={kind}" for kind in _kinds(schema)[:1])
+            has = f"kind {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+            return f"unknown key{own}; {has}. Set {section}.kind={owners[0]}, or take the key out."
         elsewhere = [key for key in all_keys(self._root) if key.rpartition(".")[2] == name]
         below = [key for key in elsewhere if key.startswith(f"{section}.")]
         near = below or [field for field in fields if _is_short_for(name, field)]

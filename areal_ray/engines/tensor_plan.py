@@ -13,11 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from areal_ray.engines.tensor_parts import Extent
+from areal_ray.engines.tensor_styles import CUT, KEY, PARTIAL, tensor_styles
 from areal_ray.errors import EngineError
-
-_KEY = "learner.engine.tensor_parallel"
-_CUT = ("colwise", "rowwise")
-_PARTIAL = "replicated_with_grad_allreduce"
 
 
 class TensorPlan:
@@ -44,19 +41,19 @@ class TensorPlan:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
         known = dict(layer.named_modules())
-        planned = {n: style for n, style in self._styles.items() if n in known and style in _CUT}
+        planned = {n: style for n, style in self._styles.items() if n in known and style in CUT}
         for name, style in planned.items():
             linear = known[name]
             if not isinstance(linear, nn.Linear) or "weight" not in linear._parameters:
                 raise EngineError(
-                    f"{_KEY}: {name} is a {type(linear).__name__}; must be a plain linear layer. "
+                    f"{KEY}: {name} is a {type(linear).__name__}; must be a plain linear layer. "
                     "Adapters (model.lora) do not go with it."
                 )
             extent = linear.weight.shape[0 if style == "colwise" else 1]
             heads = int(getattr(known.get("self_attn"), "head_dim", 1)) if "attn" in name else 1
             if extent % (self._width * heads):
                 raise EngineError(
-                    f"{_KEY}: is {self._width}, and {name} has {extent // heads} heads or columns; "
+                    f"{KEY}: is {self._width}, and {name} has {extent // heads} heads or columns; "
                     "must divide them. Use another number."
                 )
         apply_tensor_parallelism(layer, self._tensor, planned)
@@ -64,7 +61,7 @@ class TensorPlan:
     def is_partial(self, name: str) -> bool:
         """Whether each tensor rank has a part of this parameter's gradient: they add up."""
         owner = name.rpartition(".")[0]
-        return any(s == _PARTIAL and owner.endswith(f".{n}") for n, s in self._styles.items())
+        return any(s == PARTIAL and owner.endswith(f".{n}") for n, s in self._styles.items())
 
     def sum_(self, gradient: Tensor) -> None:
         """Replace by the sum over tensor ranks."""
@@ -98,19 +95,7 @@ class TensorPlan:
 
 
 def _styles_of(module: nn.Module) -> dict[str, str]:
-    """Name in a layer -> style."""
-    configs: list[Any] = [m.config for m in module.modules() if hasattr(m, "config")]
-    plan = getattr(configs[0].get_text_config(), "base_model_tp_plan", None) if configs else None
-    if not plan:
-        kind = configs[0].model_type if configs else type(module).__name__
-        raise EngineError(
-            f"{_KEY}: Transformers has no plan for models of type {kind}; must be 1 with them."
-        )
-    styles = {name.partition(".*.")[2]: style for name, style in plan.items() if ".*." in name}
-    unknown = sorted(set(styles.values()) - {*_CUT, _PARTIAL})
-    if unknown:
-        raise EngineError(
-            f"{_KEY}: the model's plan asks for {', '.join(unknown)}, which is not covered; must "
-            "be 1 with this model."
-        )
-    return styles
+    config = next((m.config for m in module.modules() if hasattr(m, "config")), None)
+    if config is None:
+        raise EngineError(f"{KEY}: {type(module).__name__} has no config; must be 1 with it.")
+    return tensor_styles(config)

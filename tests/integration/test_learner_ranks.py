@@ -74,7 +74,11 @@ def _run(folder, ranks, outbox):
     more = [_other_objective(folder, ranks, Path(outbox), case) for case in OBJECTIVES]
     more += [_pair_step(folder, ranks, Path(outbox), scored) for scored in (False, True)]
     timing = ("learner/step_s", "learner/proximal_s", "learner/tokens_per_s")
-    layout = ("learner/micro_batches", "learner/computed_tokens", "learner/padded_tokens")
+    # How a share is cut into passes, of which the largest has the most activations.
+    layout = (
+        *("learner/micro_batches", "learner/computed_tokens", "learner/padded_tokens"),
+        "learner/activation_bytes",
+    )
     metrics = [
         {k: v for k, v in stats.metrics.items() if k not in (*timing, *layout)}
         for stats in (first, second, empty, taught, *more)

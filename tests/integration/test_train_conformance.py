@@ -49,7 +49,14 @@ LAYOUTS = (
         resumes="fsdp 2, tensor 2",
         scenarios=("rl",),
     ),
-    Layout("fsdp 4", FsdpConfig(**HOW), 4, resumes="fsdp 4, tensor 2"),
+    Layout(
+        "fsdp 4",
+        FsdpConfig(**HOW),
+        4,
+        resumes="fsdp 4, tensor 2",
+        resumes_lora="fsdp 2",
+        scenarios=("rl", "ppo", "sft", "dpo", "lora"),
+    ),
 )
 
 

@@ -66,6 +66,8 @@ class Layout:
     ranks: int = 1
     resumes: str = ""
     """Layout whose checkpoint the scenario `rl` goes on from; empty = its own."""
+    resumes_lora: str = ""
+    """The same of the scenario `lora`; empty = as `resumes`."""
     scenarios: tuple[str, ...] = ()
     """Those it takes; empty = all."""
 
@@ -323,7 +325,8 @@ def _lora(stage: _Stage) -> Outcome:
         metrics.append(engine.train_step(shares[step], step).metrics)
     engine.save(stage.folder / stage.layout.name / "adapters")
     engine = stage.engine(**how)
-    engine.load(stage.folder / (stage.layout.resumes or stage.layout.name) / "adapters")
+    layout = stage.layout
+    engine.load(stage.folder / (layout.resumes_lora or layout.resumes or layout.name) / "adapters")
     for step in range(SAVED_AFTER, NUM_STEPS):
         metrics.append(engine.train_step(shares[step], step).metrics)
     return stage.ended(engine, metrics)

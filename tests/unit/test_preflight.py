@@ -390,3 +390,22 @@ def test_a_model_beside_the_policy_reads_its_token_ids_alike(folder, tokenizer, 
     told = check_files(recipe_of(folder, "objective.kind=opd", "teacher={path: other}"))
     assert len(told) == (must is not None), told
     assert must is None or must in told[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "told"),
+    [
+        ("qwen3", ["learner.ranks=2"], "num_key_value_heads 1; must divide it"),
+        ("gpt2", ["learner.ranks=2"], "no plan for models of type gpt2; must be 1"),
+        ("llama", ["learner.ranks=2", "model.lora={rank: 2}"], "2 with model.lora; must be 1"),
+    ],
+)
+def test_ranks_that_cannot_compute_the_model_together_are_told(
+    folder, architecture, overrides, told
+):
+    how = {"num_key_value_heads": 1} if architecture == "qwen3" else {}
+    write_tiny_model(folder / "split", architecture, **how)
+    split = ["model.path=split", "learner.engine={kind: fsdp, tensor_parallel: 2}", *overrides]
+    (line,) = check_files(recipe_of(folder, *split))
+    assert line.startswith("learner.engine.tensor_parallel: ")
+    assert told in line

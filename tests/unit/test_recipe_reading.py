@@ -157,6 +157,14 @@ def test_a_key_of_another_section_is_pointed_to():
     assert bad("temperature: 1")[0].endswith("Did you mean 'sampling.temperature'?")
 
 
+def test_a_key_of_another_kind_says_which_kind_has_it():
+    assert bad("", "optimizer.kind=sgd", "optimizer.lr=1") == [
+        "override: optimizer.lr: unknown key with optimizer.kind=sgd; kind adam has it. "
+        "Set optimizer.kind=adam, or take the key out."
+    ]
+    assert "kind sgd has it" in bad("optimizer: {momentum: 1}")[0]
+
+
 def test_a_shortened_key_is_an_error_and_not_another_key():
     assert "unknown key" in bad("step: 3")[0]
     assert "unknown key" in bad("", "samplin.limit=3")[0]
