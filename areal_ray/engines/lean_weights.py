@@ -120,6 +120,14 @@ class _Room:
         return self.take(*source.shape).copy_(source)
 
 
+class _LookingRoom(_Room):
+    """The same to look at only: what would be a mere copy is the source itself."""
+
+    def copy(self, source: Tensor) -> Tensor:
+        """The source in the engine's type and place, not to be written to."""
+        return source.to(self._device, self._dtype)
+
+
 class LeanLayout:
     """How a checkpoint's tensors become `LeanWeights`."""
 
@@ -159,22 +167,24 @@ class LeanLayout:
 
         The last of each three is good until the next three.
         """
-        room = _Room(None, self._dtype, self._device)
+        room = _LookingRoom(None, self._dtype, self._device)
         yield "model.norm", live.final_norm, self._final_norm(tensors, room)
         ends = {"model.embed_tokens": live.embedding}
         if not self._sizes.is_tied:
             ends["lm_head"] = live.head
         for name, tensor in ends.items():
-            yield name, tensor, tensors[f"{name}.weight"].detach().to(self._device, self._dtype)
-        room = _Room(None, self._dtype, self._device)
+            yield name, tensor, room.copy(tensors[f"{name}.weight"].detach())
+        room = _LookingRoom(None, self._dtype, self._device)
         for i, layer in enumerate(live.layers):
             yield f"model.layers.{i}", layer, self._layer(tensors, room, i)
             room.reuse()
 
     def _final_norm(self, tensors: Mapping[str, Tensor], room: _Room) -> Tensor:
-        final_norm = room.copy(tensors["model.norm.weight"])
-        if self._norms_are_folded:
-            final_norm *= math.sqrt(self._sizes.hidden)
+        weight = tensors["model.norm.weight"].detach()
+        if not self._norms_are_folded:
+            return room.copy(weight)
+        final_norm = room.take(*weight.shape).copy_(weight)
+        final_norm *= math.sqrt(self._sizes.hidden)
         return final_norm
 
     def _layer(self, tensors: Mapping[str, Tensor], room: _Room, i: int) -> LeanLayer:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan, digest, verify
-from areal_ray.core.weight_delta import encoded_bytes, unit_bytes
+from areal_ray.core.weight_delta import encoded_bytes, header_bytes, open_header, unit_bytes
 from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
@@ -178,9 +178,12 @@ def _receive_changes(
     plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", base: int | None
 ) -> list[str]:
     """Digests of the buckets, after what changed was put over the version before."""
-    header = tensor_bytes.flat_buffer(8 * (1 + plan.num_buckets), group.device)
+    header = tensor_bytes.flat_buffer(header_bytes(plan), group.device)
     group.wait(group.post_broadcast(header), "counts of what changed")
-    sent_base, *counts = header.cpu().numpy().view(np.int64).tolist()
+    try:
+        sent_base, counts, proof = open_header(header.cpu().numpy())
+    except ValueError as error:
+        raise PublishError(f"{error}; it staged other bytes") from error
     if sent_base != base:
         raise PublishError(
             f"the learner sends what changed since version {sent_base}, but this replica holds "
@@ -190,6 +193,8 @@ def _receive_changes(
     body = tensor_bytes.flat_buffer(sum(lengths), group.device)
     if len(body):
         group.wait(group.post_broadcast(body), "what changed")
+    if digest(body.cpu().numpy()) != proof:
+        raise PublishError("what changed differs from its digest; it staged other bytes")
     digests: list[str] = []
     end = 0
     for bucket, (count, length) in enumerate(zip(counts, lengths, strict=True)):

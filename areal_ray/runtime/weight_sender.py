@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan, digest, plan_buckets, seal
-from areal_ray.core.weight_delta import encode, unit_bytes
+from areal_ray.core.weight_delta import encode, seal_header, unit_bytes
 from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
 from areal_ray.runtime import collective
@@ -239,8 +239,9 @@ class _DeltaOutlet:
     def finish(self) -> None:
         """Send the base version and the counts, then what changed."""
         counts = [count for count, _ in self._encoded]
-        header = np.array([self._base_version, *counts], dtype=np.int64).view(np.uint8)
-        body = np.concatenate([content for _, content in self._encoded] or [header[:0]])
+        contents = [content for _, content in self._encoded]
+        body = np.concatenate(contents) if contents else np.empty(0, np.uint8)
+        header = seal_header(self._base_version, counts, body)
         for content, what in ((header, "counts of what changed"), (body, "what changed")):
             if len(content):
                 wire = tensor_bytes.as_tensor(content).to(self._group.device)

@@ -146,7 +146,7 @@ def test_a_replica_altered_in_mid_run_is_told_counted_refreshed_and_back(runs: R
     assert (summary.publish.count, summary.publish.differing) == (STEPS, 1)
     told = summary.publish_events
     assert "set aside: rollout-1 at version" in told[0]
-    assert "embedding is live with other bytes than those that arrived" in told[0]
+    assert "embed_tokens is live with other bytes than those that arrived" in told[0]
     assert told[1].endswith("rollout-1 is refreshed")
     assert told[2].endswith("rollout-1 takes part again")
     assert told[0] in events_of(handle.folder)

@@ -98,6 +98,11 @@ def test_only_what_changed_takes_the_wire_and_every_third_version_is_whole(
     assert changes.publish(version + 2).replicas == everyone
     ray.get(damaged.damage.remote("embed"), timeout=30)
     assert changes.publish(version + 3).replicas == everyone  # a whole one again
+    # A bit flips in the counts themselves: nobody waits for bytes that do not come.
+    ray.get(damaged.fail_at.remote("flip"), timeout=30)
+    report = changes.publish(version + 4)
+    assert report.replicas == ("rollout-0", "rollout-2")
+    assert "differ from their digest" in report.quarantined["rollout-1"]
 
 
 def assert_bits(replica: Any, version: int, expected: dict[str, torch.Tensor]) -> None:

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from areal_ray.core.buckets import plan_buckets
-from areal_ray.core.weight_delta import WHOLE, encode, encoded_bytes, unit_bytes
+from areal_ray.core.buckets import digest, plan_buckets
+from areal_ray.core.weight_delta import (
+    WHOLE,
+    encode,
+    encoded_bytes,
+    header_bytes,
+    open_header,
+    seal_header,
+    unit_bytes,
+)
 from areal_ray.engines.tensor_bytes import apply_changes
 from areal_ray.runtime.weights_config import WeightsConfig
 
@@ -54,6 +62,20 @@ def test_what_is_compared_is_as_wide_as_the_narrowest_element() -> None:
     assert unit_bytes(plan_buckets(tensors, 16)) == 2
     assert unit_bytes(plan_buckets([*tensors, ("none", (0,), "int8")], 16)) == 2
     assert unit_bytes(plan_buckets([], 16)) == 1
+
+
+def test_a_header_tells_what_was_sealed_and_any_flipped_bit_of_it_is_seen() -> None:
+    plan = plan_buckets([("a", (12,), "float32")], 16)
+    header = seal_header(7, [0, WHOLE, 3], np.arange(5, dtype=np.uint8))
+    assert len(header) == header_bytes(plan)
+    base, counts, proof = open_header(header)
+    assert (base, counts) == (7, [0, WHOLE, 3])
+    assert proof == digest(np.arange(5, dtype=np.uint8))
+    for bit in range(8 * len(header)):
+        damaged = header.copy()
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="differ from their digest"):
+            open_header(damaged)
 
 
 def test_a_transport_that_sends_all_refuses_the_key() -> None:
