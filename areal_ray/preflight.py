@@ -169,6 +169,8 @@ def _companion_problems(recipe: Recipe) -> Iterator[str]:
 
 def _engine_problems(recipe: Recipe) -> Iterator[str]:
     engine = recipe.rollout.engine
+    if recipe.parts.samples:
+        yield from _window_problems(recipe)
     if recipe.parts.samples and engine.kind == "vllm":
         yield from vllm_problems(engine)
     problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
@@ -193,6 +195,18 @@ def _require_split(folder: Path, width: int) -> None:
     told = list(split_problems(folder, width))
     if told:
         raise RecipeError("\n".join(told))
+
+
+def _window_problems(recipe: Recipe) -> Iterator[str]:
+    from areal_ray.gateway.template import said_context_tokens
+
+    allowed = said_context_tokens(Path(recipe.model_path))
+    wanted = recipe.rollout.engine.max_context_tokens
+    if 0 < allowed < wanted:
+        yield (
+            f"rollout.engine.max_context_tokens: is {wanted}; must be at most {allowed}, what "
+            "model.path allows. Lower it, or set 0 for that."
+        )
 
 
 def _companions(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

@@ -25,6 +25,7 @@ _CPU_CACHE_BYTES = 2**30
 _CPU_BLOCK_TOKENS = 32
 """Prefixes are shared in whole blocks: vLLM's 128 on the CPU are longer than most prompts there."""
 _CPU_STEP_TOKENS = 2048
+_PLAIN = frozenset({"bool", "int", "float", "str", "None"})
 
 
 def vllm_problems(config: VllmGenerationConfig) -> Iterator[str]:
@@ -37,12 +38,23 @@ def vllm_problems(config: VllmGenerationConfig) -> Iterator[str]:
     if found and not found.startswith(f"{SERIES}."):
         yield f"rollout.engine.kind: is vllm {found}; must be {SERIES}.*. {_INSTALL}."
         return
-    known = engine_argument_names(home)
-    for name in config.args:
-        if known and name not in known:
+    known = engine_argument_types(home)
+    for name, value in config.args.items() if known else ():
+        if name not in known:
             near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), known, n=1)
             hint = f"Did you mean '{near[0]}'?" if near else "See the arguments of `vllm serve`."
             yield f"rollout.engine.args.{name}: vLLM {found} has no such argument. {hint}"
+        elif not _is_of(value, known[name]):
+            yield f"rollout.engine.args.{name}: is {value!r}; must be {known[name]}. Change it."
+
+
+def _is_of(value: Any, said: str) -> bool:
+    """Whether a value is of a type, as vLLM's source says it; True where that is no plain one."""
+    options = [option.strip() for option in said.split("|")]
+    if not _PLAIN.issuperset(options):
+        return True
+    wanted = {*options, *(["int"] if "float" in options else [])}
+    return ("None" if value is None else type(value).__name__) in wanted
 
 
 def vllm_home() -> Path | None:
@@ -62,21 +74,21 @@ def _installed_version() -> str:
 
 
 @cache
-def engine_argument_names(home: Path) -> frozenset[str]:
-    """Fields of vLLM's engine arguments, read from its source; empty where they moved."""
+def engine_argument_types(home: Path) -> dict[str, str]:
+    """Fields of vLLM's engine arguments and their types as written; empty where they moved."""
     try:
         tree = ast.parse((home / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
-        return frozenset()
-    return frozenset(
-        field.target.id
+        return {}
+    return {
+        field.target.id: ast.unparse(field.annotation)
         for node in tree.body
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
         and not field.target.id.startswith("_")
-    )
+    }
 
 
 def engine_arguments(

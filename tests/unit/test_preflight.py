@@ -196,6 +196,14 @@ def test_a_task_that_cannot_travel_is_named_with_what_of_it(folder):
     assert check_files(recipe_of(folder, "tasks.source=sums_code:local")) == []  # Ray can
 
 
+def test_a_window_beyond_the_models_is_told_before_anything_starts(folder):
+    said = {"model_type": "qwen3", "max_position_embeddings": 512}
+    (folder / "model" / "config.json").write_text(json.dumps(said))
+    assert check_files(recipe_of(folder, "rollout.engine.max_context_tokens=512")) == []
+    (line,) = check_files(recipe_of(folder, "rollout.engine.max_context_tokens=513"))
+    assert line.startswith("rollout.engine.max_context_tokens: is 513; must be at most 512")
+
+
 def test_a_prompt_beyond_the_context_window_is_told_before_anything_starts(folder):
     write_tiny_model(folder / "model")
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from areal_ray.core.typed_yaml import all_keys
 from areal_ray.engines.vllm_arguments import (
-    engine_argument_names,
+    engine_argument_types,
     engine_arguments,
     vllm_home,
     vllm_problems,
@@ -63,6 +63,7 @@ def test_keys_of_another_engine_are_refused(key):
         ("seed", "seed sets it"),
         ("logprobs_mode", "cannot be set, since the log-prob of a token is the policy's"),
         ("speculative_config", "cannot be set"),
+        ("spec_tokens", "cannot be set, since log-probs of drafted tokens"),
     ],
 )
 def test_arguments_that_are_ours_are_refused_with_the_key_to_use_instead(name, told):
@@ -111,14 +112,26 @@ def test_unknown_arguments_are_told_with_the_nearest_known_one(tmp_path):
         "class EngineArgs:\n    model: str = 'm'\n    gpu_memory_utilization: float = 0.9\n"
         "    _private: int = 0\n\nclass Other:\n    not_one: int = 1\n"
     )
-    assert engine_argument_names(tmp_path) == {"model", "gpu_memory_utilization"}
-    assert engine_argument_names(tmp_path / "moved") == frozenset()
+    assert engine_argument_types(tmp_path) == {"model": "str", "gpu_memory_utilization": "float"}
+    assert engine_argument_types(tmp_path / "moved") == {}
     if vllm_home() is None:
         pytest.skip("vllm is not installed")
     config = VllmGenerationConfig(args={"gpu_memory_utilisation": 0.5, "block_size": 16})
     (line,) = vllm_problems(config)
     assert "rollout.engine.args.gpu_memory_utilisation" in line
     assert "Did you mean 'gpu_memory_utilization'?" in line
+
+
+@pytest.mark.skipif(vllm_home() is None, reason="vllm is not installed")
+def test_arguments_of_another_type_are_told():
+    sound = {"gpu_memory_utilization": 1, "block_size": None, "compilation_config": {"mode": 0}}
+    assert list(vllm_problems(VllmGenerationConfig(args=sound))) == []
+    wrong = {"gpu_memory_utilization": "lots", "block_size": "16", "enforce_eager": 1}
+    assert [*vllm_problems(VllmGenerationConfig(args=wrong))] == [
+        "rollout.engine.args.gpu_memory_utilization: is 'lots'; must be float. Change it.",
+        "rollout.engine.args.block_size: is '16'; must be int | None. Change it.",
+        "rollout.engine.args.enforce_eager: is 1; must be bool. Change it.",
+    ]
 
 
 def test_a_missing_vllm_is_told_before_anything_starts(tmp_path, monkeypatch):
