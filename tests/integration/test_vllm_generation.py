@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from areal_ray.engines.protocols import GenerationEngine
 from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
@@ -21,6 +22,8 @@ from tests.support.conformance import (
     tensors_of,
     trainer_logprobs,
 )
+from tests.support.generation import hf_model
+from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_process import engine_process_below
 
 pytestmark = pytest.mark.skipif(
@@ -39,6 +42,25 @@ def _made(folder: Path, capacity: Capacity) -> GenerationEngine:
         kv_cache_bytes=64 * 2**20,
     )
     return VllmGenerationEngine(folder, config)
+
+
+def test_a_tied_head_follows_the_embedding_that_is_swapped_in(tmp_path: Path) -> None:
+    # A vocabulary that vLLM pads. The conformance suite's heads are not tied.
+    folder = write_tiny_model(tmp_path / "a", seed=1, vocab_size=407)
+    other = write_tiny_model(tmp_path / "b", seed=2, vocab_size=407)
+    engine = _made(folder, Capacity(max_context_tokens=128))
+    try:
+        assert "lm_head.weight" not in engine.weight_shapes()
+        engine.swap(tensors_of(other), 1, "keep")
+        ids = prompt_of(1, 20)
+        told = engine.score(ids)
+    finally:
+        engine.close()
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        table = hf_model(other)(tokens).logits[0, :-1].log_softmax(-1)
+    expected = table.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(told, expected, atol=1e-4)
 
 
 class TestVllm(EngineConformance):
