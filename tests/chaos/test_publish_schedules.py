@@ -25,7 +25,7 @@ from tests.support.weight_crew import PATIENCE_S, answer
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
-ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "2"))
 TIMEOUT_S = 4.0
 ENGINE = TorchGenerationConfig(max_context_tokens=256)
 IN_SWAP = ("break", "die", "alter")

@@ -178,6 +178,25 @@ def test_a_swap_that_raises_leaves_an_engine_that_sends_nothing_out(replica: Rep
         replica.left.get(timeout=0.3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_sent_in_bfloat16_are_held_to_what_they_become(tmp_path: Path, dtype: str) -> None:
+    write_tiny_model(tmp_path, "qwen3")
+    learner = TorchTrainEngine(tmp_path, LearnerConfig())
+    sent = {name: tensor.detach().bfloat16() for name, tensor in learner.weights().items()}
+    engine = TorchGenerationEngine(
+        tmp_path, TorchGenerationConfig(max_context_tokens=64, dtype=dtype)
+    )
+    guard = SwapGuard(engine, "keep", lambda results: None)
+    engine.start(guard.on_results)
+    probe = learner.probe(16)
+    check = Check(replace(probe, dtypes=(*probe.dtypes, "bfloat16")))
+    assert guard.swap(sent, 1, check, list).proof.difference == ""
+    for name in sent:
+        assert engine.differing(sent | {name: sent[name] * 1.5}) != "", name
+    assert engine.differing(sent) == ""  # looking changed nothing of what arrived
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("model", "engine"),
     [
