@@ -35,7 +35,7 @@ def _write(folder: Path, seed: int) -> None:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": 24,
+        "head_dim": 32,
         "intermediate_size": 96,
         "max_position_embeddings": _CONTEXT_TOKENS,
         "initializer_range": _SPREAD,
