@@ -23,7 +23,7 @@ from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.engines.tensor_styles import KEY as SPLIT_KEY
 from areal_ray.engines.tensor_styles import split_problems
-from areal_ray.engines.vllm_arguments import vllm_problems
+from areal_ray.engines.vllm_arguments import head_problem, is_cpu_build, vllm_problems
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
 from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
@@ -173,6 +173,9 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
         yield from _window_problems(recipe)
     if recipe.parts.samples and engine.kind == "vllm":
         yield from vllm_problems(engine)
+        model = read_model_config(Path(recipe.model_path))
+        told = head_problem(model) if isinstance(model, dict) and is_cpu_build() else None
+        yield from () if told is None else (told,)
     problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
     if recipe.parts.trains and problem is not None:
         yield f"learner.engine.kind: {problem}"

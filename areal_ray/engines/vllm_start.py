@@ -3,7 +3,13 @@
 import logging
 from typing import Any
 
-from areal_ray.engines.vllm_arguments import SERIES, engine_arguments, vllm_problems
+from areal_ray.engines.model_files import load_config
+from areal_ray.engines.vllm_arguments import (
+    SERIES,
+    engine_arguments,
+    head_problem,
+    vllm_problems,
+)
 from areal_ray.engines.vllm_environment import environment, start_variables
 from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
 from areal_ray.engines.vllm_lora import VllmAdapters
@@ -39,6 +45,9 @@ async def start_vllm(
         raise EngineError("\n".join(problems))
     is_cpu = _is_built_for_cpu()
     _check_device(config, is_cpu)
+    told = head_problem(load_config(model.folder).to_dict()) if is_cpu else None
+    if told is not None:
+        raise EngineError(told)
     arguments = engine_arguments(
         model.folder,
         config,

@@ -12,6 +12,7 @@ from areal_ray.core.typed_yaml import all_keys
 from areal_ray.engines.vllm_arguments import (
     engine_argument_types,
     engine_arguments,
+    head_problem,
     vllm_home,
     vllm_problems,
 )
@@ -210,3 +211,19 @@ def test_a_window_longer_than_the_models_is_refused(tmp_path):
 def test_a_section_of_its_own_checks_too():
     with pytest.raises(ValidationError, match=r"rollout\.engine\.dtype sets it"):
         VllmGenerationConfig(args={"dtype": "half"})
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ({"hidden_size": 576, "num_attention_heads": 9}, None),
+        ({"hidden_size": 48, "num_attention_heads": 2, "head_dim": 32}, None),
+        ({"hidden_size": 48, "num_attention_heads": 2, "head_dim": None}, "size of 24"),
+        ({"hidden_size": 64, "num_attention_heads": 2, "head_dim": 24}, "size of 24"),
+        ({"n_embd": 64, "n_head": 4}, None),  # named otherwise: vLLM itself will tell
+    ],
+)
+def test_heads_that_the_cpu_build_does_not_compute_are_told_at_once(model, refused):
+    told = head_problem(model)
+    assert (told is None) == (refused is None)
+    assert refused is None or refused in told
