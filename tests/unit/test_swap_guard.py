@@ -124,7 +124,7 @@ def test_a_proven_swap_lets_out_what_was_sampled_meanwhile(replica: Replica) -> 
     assert result.versions.tolist() == [1] * 5
     assert swapped[0].proof.difference == ""
     assert swapped[0].proof.largest_nats < 1e-3
-    assert swapped[0].proof.seconds >= 0.5  # the engine sampled meanwhile
+    assert swapped[0].proof.seconds >= 0.3  # the engine sampled meanwhile
 
 
 def test_turns_of_the_version_before_are_not_kept_back(folder: Path) -> None:
