@@ -31,7 +31,7 @@ def create(folder: Path, seed: int) -> None:
 
 def _write(folder: Path, seed: int) -> None:
     sizes = {
-        "hidden_size": 48,
+        "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,

@@ -77,7 +77,7 @@ def test_it_ends_the_run_in_seconds_as_a_signal_to_the_run_alone_would(
         if child.poll() is None:
             child.kill()
     assert "Traceback" not in out
-    assert out.count("stopping") == 1
+    assert out.count("stopping; once more") == 1
     assert "r stopped: " in out
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert (summary["outcome"], summary["failure"]) == ("stopped", "")

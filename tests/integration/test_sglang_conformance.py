@@ -45,4 +45,5 @@ class TestSglangEngine(EngineConformance):
             "half_precision_is_near_and_reported": "the scripted server computes in float32 alone",
         },
         keeps_draws=False,
+        idle_share=0.05,  # the scripted server's threads are in this process too
     )

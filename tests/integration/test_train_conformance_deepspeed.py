@@ -12,19 +12,20 @@ HOW = {"max_tokens_per_mb": 80, "collective_timeout_s": TIMEOUT_S}
 SMALL = {"zero_optimization": {"reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 9_000}}
 SPLIT = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
 LAYOUTS = (
-    Layout("torch 1", TorchTrainConfig(**HOW), 1, "", ("rl", "ppo", "sft", "dpo", "lora")),
-    Layout("zero 0", DeepspeedConfig(zero_stage=0, **HOW), 2, "torch 1", ("rl",)),
-    Layout("zero 1", DeepspeedConfig(zero_stage=1, **HOW), 2, "zero 0", ("rl", "dpo")),
+    Layout("torch 1", TorchTrainConfig(**HOW), 1, scenarios=("rl", "ppo", "sft", "dpo", "lora")),
+    Layout("zero 0", DeepspeedConfig(zero_stage=0, **HOW), 2, "torch 1", scenarios=("rl",)),
+    Layout("zero 1", DeepspeedConfig(zero_stage=1, **HOW), 2, "zero 0", scenarios=("rl", "dpo")),
     Layout(
         "zero 2", DeepspeedConfig(zero_stage=2, offload="optimizer", config=SMALL, **HOW), 2,
-        "torch 1", ("rl", "ppo", "lora"),
+        "torch 1", scenarios=("rl", "ppo", "lora"),
     ),
     Layout(
         "zero 3", DeepspeedConfig(zero_stage=3, config=SPLIT, **HOW), 2,
-        "zero 2", ("rl", "ppo", "sft", "lora"),
+        "zero 2", scenarios=("rl", "ppo", "sft", "lora"),
     ),
     Layout(
-        "zero 3 alone", DeepspeedConfig(zero_stage=3, offload="all", **HOW), 1, "zero 3", ("rl",)
+        "zero 3 alone", DeepspeedConfig(zero_stage=3, offload="all", **HOW), 1, "zero 3",
+        scenarios=("rl",),
     ),
 )  # fmt: skip
 
