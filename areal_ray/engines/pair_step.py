@@ -22,7 +22,7 @@ from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.row_forward import RowForward
 from areal_ray.engines.sft import SftExample
-from areal_ray.engines.train_metrics import Progress, TokenTally, token_metrics, work_metrics
+from areal_ray.engines.train_metrics import Progress, TokenTally, given_metrics, work_metrics
 
 _ANSWERS = 2
 
@@ -159,14 +159,13 @@ class PairStep:
         else:
             progress.empty += 1
         sums = tally.over_ranks(self._ranks)
-        metrics = {
-            "learner/loss": sums.get("loss", 0.0),
-            "learner/trained_tokens": num_tokens,
-            "learner/sequences": _ANSWERS * num_pairs,
-            **token_metrics(sums),
-            **progress.metrics(),
-            **work_metrics(work, num_tokens, started, self._ranks),
-        }
+        metrics = given_metrics(
+            sums,
+            progress,
+            work_metrics(work, num_tokens, started, self._ranks),
+            tokens=num_tokens,
+            sequences=_ANSWERS * num_pairs,
+        )
         return StepStats(metrics, num_tokens, progress.taken)
 
     @torch.no_grad()

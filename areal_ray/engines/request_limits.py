@@ -1,11 +1,14 @@
 """What a generation engine can take: its context window, and the requests that fit it."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
+from areal_ray.engines.protocols import GenerationRequest, GenerationResult
+from areal_ray.engines.row_table import failed_result
 from areal_ray.errors import EngineError
 
 
@@ -28,6 +31,20 @@ def context_window(wanted: int, model_config: Any) -> int:
             "that. Lower it, or set 0 for what the model allows."
         )
     return wanted or min(allowed, LARGEST_TOKENS)
+
+
+def sound_and_refused(
+    requests: Iterable[GenerationRequest], why_refused: Callable[[GenerationRequest], str]
+) -> tuple[list[GenerationRequest], list[GenerationResult]]:
+    """The requests that can be served, and what comes back for the others."""
+    sound, refused = [], []
+    for request in requests:
+        why = why_refused(request)
+        if why:
+            refused.append(failed_result(request.request_id, why))
+        else:
+            sound.append(request)
+    return sound, refused
 
 
 def why_ids_refused(

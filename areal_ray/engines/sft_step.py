@@ -12,7 +12,7 @@ from areal_ray.engines.row_forward import RowForward
 from areal_ray.engines.sft import SftEvaluation, SftExample
 from areal_ray.engines.sft_evaluation import evaluate_examples
 from areal_ray.engines.sft_loss import SftLoss
-from areal_ray.engines.train_metrics import Progress, TokenTally, token_metrics, work_metrics
+from areal_ray.engines.train_metrics import Progress, TokenTally, given_metrics, work_metrics
 from areal_ray.engines.train_rows import sft_sequences
 
 
@@ -51,14 +51,8 @@ class SftStep:
         else:
             progress.empty += 1
         sums = tally.over_ranks(self._ranks)
-        metrics = {
-            "learner/loss": sums.get("loss", 0.0),
-            "learner/trained_tokens": num_tokens,
-            "learner/sequences": num_examples,
-            **token_metrics(sums),
-            **progress.metrics(),
-            **work_metrics(micro_batches, num_tokens, started, self._ranks),
-        }
+        work = work_metrics(micro_batches, num_tokens, started, self._ranks)
+        metrics = given_metrics(sums, progress, work, tokens=num_tokens, sequences=num_examples)
         return StepStats(metrics, num_tokens, progress.taken)
 
     def evaluate(self, examples: Sequence[SftExample]) -> SftEvaluation:

@@ -28,10 +28,13 @@ from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
     EngineHealth,
     GenerationRequest,
+    GenerationResult,
     OnChunks,
     OnResults,
     OnWeightUpdate,
 )
+from areal_ray.engines.request_limits import sound_and_refused
+from areal_ray.engines.row_table import failed_result
 from areal_ray.engines.sglang_api import SglangApi
 from areal_ray.engines.sglang_connection import connect
 from areal_ray.engines.sglang_control import NAME, ServerControl
@@ -118,22 +121,18 @@ class SglangGenerationEngine:
             EngineError: The server is gone, or the engine closed; it takes no more work.
         """
         self._control.raise_if_over()
-        sound = []
-        for request in requests:
-            why = self._model.why_refused(request)
-            if why:
-                self._loop.call_soon_threadsafe(self._desk.fail, request.request_id, why)
-            else:
-                sound.append(request)
-        self._loop.call_soon_threadsafe(self._submit, sound)
+        sound, refused = sound_and_refused(requests, self._model.why_refused)
+        self._loop.call_soon_threadsafe(self._submit, sound, refused)
 
-    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def _submit(
+        self, requests: Sequence[GenerationRequest], refused: Sequence[GenerationResult]
+    ) -> None:
+        self._desk.refuse(refused)
         if not self._desk.is_closed:
             self._desk.submit(requests)
             return
         why = str(self._control.failure or f"{NAME}: it is closed.")
-        for request in requests:
-            self._desk.fail(request.request_id, why)
+        self._desk.refuse([failed_result(request.request_id, why) for request in requests])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End turns now; ids that are not running or waiting are ignored."""

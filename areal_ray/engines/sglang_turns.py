@@ -176,10 +176,11 @@ class TurnDesk:
             turn.task = asyncio.ensure_future(self._serve(turn))
             turn.task.add_done_callback(self._closing(turn))
 
-    def fail(self, request_id: str, why: str) -> None:
-        """Report a request that cannot be served."""
-        self._results.append(failed_result(request_id, why))
-        self._report_soon()
+    def refuse(self, refused: Sequence[GenerationResult]) -> None:
+        """Report requests that nobody serves."""
+        if refused:
+            self._results += refused
+            self._report_soon()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End turns: at once those that wait, after their current token those at the server."""

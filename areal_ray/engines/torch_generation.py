@@ -33,6 +33,7 @@ from areal_ray.engines.protocols import (
     OnResults,
     OnWeightUpdate,
 )
+from areal_ray.engines.request_limits import sound_and_refused
 from areal_ray.engines.row_table import aborted_result, failed_result
 from areal_ray.engines.running_batch import RunningBatch
 from areal_ray.engines.scoring import check_scorable, score
@@ -87,17 +88,11 @@ class TorchGenerationEngine:
         Raises:
             EngineError: The engine has failed or is closed; it takes no more work.
         """
-        sound, bad = [], []
-        for request in requests:
-            why = self._model.why_refused(request)
-            if why:
-                bad.append(failed_result(request.request_id, why))
-            else:
-                sound.append(request)
+        sound, refused = sound_and_refused(requests, self._model.why_refused)
         with self._loop.changed:
             self._loop.raise_if_over()
             self._waiting.extend(sound)
-            self._unserved.extend(bad)
+            self._unserved.extend(refused)
             self._loop.changed.notify_all()
 
     def abort(self, request_ids: Sequence[str]) -> None:

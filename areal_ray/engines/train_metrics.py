@@ -169,6 +169,33 @@ def count_metrics(totals: Sequence[TrainCounts], max_staleness: int) -> dict[str
     }
 
 
+def given_metrics(
+    sums: Mapping[str, float],
+    progress: Progress,
+    work: Mapping[str, float],
+    *,
+    tokens: int,
+    sequences: int,
+) -> dict[str, float]:
+    """Metrics of a step on given conversations or pairs.
+
+    Args:
+        sums: Of the step's `TokenTally`, over all ranks.
+        progress: Of the step, at its end.
+        work: `work_metrics` of it.
+        tokens: Trained ones over all ranks.
+        sequences: Over all ranks.
+    """
+    return {
+        "learner/loss": sums.get("loss", 0.0),
+        "learner/trained_tokens": tokens,
+        "learner/sequences": sequences,
+        **token_metrics(sums),
+        **progress.metrics(),
+        **work,
+    }
+
+
 def work_metrics(
     batches: Sequence[MicroBatch], tokens: int, started: float, ranks: RankGroup
 ) -> dict[str, float]:

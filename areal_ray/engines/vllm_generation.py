@@ -35,12 +35,11 @@ from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
     EngineHealth,
     GenerationRequest,
-    GenerationResult,
     OnChunks,
     OnResults,
     OnWeightUpdate,
 )
-from areal_ray.engines.row_table import failed_result
+from areal_ray.engines.request_limits import sound_and_refused
 from areal_ray.engines.vllm_generation_config import VllmGenerationConfig
 from areal_ray.engines.vllm_lora import VllmAdapters
 from areal_ray.engines.vllm_model import read_served_model
@@ -114,14 +113,7 @@ class VllmGenerationEngine:
             EngineError: The engine has failed or is closed; it takes no more work.
         """
         self._raise_if_over()
-        sound: list[GenerationRequest] = []
-        refused: list[GenerationResult] = []
-        for request in requests:
-            why = self._model.why_refused(request)
-            if why:
-                refused.append(failed_result(request.request_id, why))
-            else:
-                sound.append(request)
+        sound, refused = sound_and_refused(requests, self._model.why_refused)
         self._thread.loop.call_soon_threadsafe(self._turns.enter, sound, refused)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -250,7 +242,6 @@ class VllmGenerationEngine:
             raise EngineError(f"{_NAME}: {error}") from error
 
     async def _swap(self, note: WeightNote | None, version: int, policy: OnWeightUpdate) -> float:
-        begin = 0.0
         async with self._standstill.held_for_weights():
             if note is not None:
                 await open_update(self._llm, note)
