@@ -10,6 +10,7 @@ one after a swap that is proven.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -127,10 +128,16 @@ class SwapGuard:
         return Swapped(idle_s, replace(proof, seconds=time.perf_counter() - started_s))
 
     def _prove(self, tensors: Mapping[str, "Tensor"], check: Check) -> Proof:
-        if check.tensors and isinstance(self._engine, ReadsBack):
-            name = self._engine.differing(tensors)
-            if name:
-                return Proof(f"{name} is live with other bytes than those that arrived")
+        """The probe is computed on the engine's thread, the tensors are looked at on this one."""
+        with ThreadPoolExecutor(1, "probe") as beside:
+            proving = beside.submit(self._probe, check)
+            if check.tensors and isinstance(self._engine, ReadsBack):
+                name = self._engine.differing(tensors)
+                if name:
+                    return Proof(f"{name} is live with other bytes than those that arrived")
+            return proving.result()
+
+    def _probe(self, check: Check) -> Proof:
         if check.probe is None:
             return Proof()
         logprobs = self._engine.score(check.probe.token_ids)
