@@ -7,7 +7,7 @@ core's cache holds.
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -81,7 +81,7 @@ class Room:
             self._fill(target, source, factor)
             return
         rows = max(1, _SPAN_BYTES * len(target) // num_bytes)
-        for part, given in zip(target.split(rows), source.split(rows), strict=True):
+        for part, given in _slices(target, source, rows):
             if len(self._under_way) >= _UNDER_WAY:
                 self._under_way.popleft().result()
             self._under_way.append(self._pool.submit(_inferring, self._fill, part, given, factor))
@@ -109,7 +109,7 @@ class ProvingRoom(Room):
         rows = max(1, _SLICE_BYTES * len(target) // max(num_bytes, 1))
         if num_bytes == 0 or target.device.type != "cpu":
             rows = max(1, len(target))
-        for live, given in zip(target.split(rows), source.split(rows), strict=True):
+        for live, given in _slices(target, source, rows):
             if factor is None and given.is_contiguous() and given.dtype == live.dtype:
                 made = given.to(live.device)
             else:
@@ -123,6 +123,11 @@ class ProvingRoom(Room):
         if flat is None or flat.numel() < like.numel() or flat.dtype != like.dtype:
             flat = self._own.flat = like.new_empty(like.numel())
         return flat[: like.numel()].view(like.shape)
+
+
+def _slices(target: Tensor, source: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, len(target), rows):
+        yield target[start : start + rows], source[start : start + rows]
 
 
 def address(tensor: Tensor) -> int:
