@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-from areal_ray.engines.model_files import load_config
 from areal_ray.engines.vllm_arguments import (
     SERIES,
     engine_arguments,
@@ -45,7 +44,7 @@ async def start_vllm(
         raise EngineError("\n".join(problems))
     is_cpu = _is_built_for_cpu()
     _check_device(config, is_cpu)
-    told = head_problem(load_config(model.folder).to_dict()) if is_cpu else None
+    told = head_problem(model.config) if is_cpu else None
     if told is not None:
         raise EngineError(told)
     arguments = engine_arguments(
