@@ -15,7 +15,7 @@ from areal_ray.engines.protocols import OnWeightUpdate
 from areal_ray.engines.sglang_api import ServerUnreachable, SglangApi
 from areal_ray.engines.sglang_turns import TurnDesk
 from areal_ray.engines.sglang_weights import WeightPath
-from areal_ray.errors import EngineError
+from areal_ray.errors import EngineDied, EngineError
 
 NAME = "sglang generation engine"
 _log = logging.getLogger(__name__)
@@ -136,8 +136,9 @@ class ServerControl:
                 if not self._is_paused:
                     await self._go_on()
             except EngineError as error:
-                self._fail(EngineError(f"{NAME}: version {version} is not loaded: {error}"))
-                raise
+                raise self._fail(
+                    EngineDied(f"{NAME}: version {version} is not loaded: {error}")
+                ) from error
             self._is_stopped = False
             self._set_gates()
             idle_s = time.perf_counter() - began
@@ -206,7 +207,7 @@ class ServerControl:
         while True:
             await asyncio.sleep(_WATCH_S)
             if why := self._why_ended():
-                raise EngineError(f"{NAME}: {why}")
+                raise EngineDied(f"{NAME}: {why}")
             if self._lock.locked():
                 continue
             expected = self._desk.version
@@ -214,7 +215,7 @@ class ServerControl:
                 said = await self._api.get("/model_info")
             except ServerUnreachable as error:
                 await asyncio.sleep(_WATCH_S)  # its exit code may be there a moment later
-                raise EngineError(f"{NAME}: {self._why_ended() or error}") from error
+                raise EngineDied(f"{NAME}: {self._why_ended() or error}") from error
             stamped, is_current = str(said.get("weight_version")), expected == self._desk.version
             if is_current and not self._lock.locked() and stamped != str(expected):
                 raise EngineError(
@@ -230,12 +231,14 @@ class ServerControl:
         if self._is_closed:
             raise EngineError(f"{NAME}: it is closed. Start a new engine.")
 
-    def _fail(self, why: EngineError) -> None:
+    def _fail(self, why: EngineError) -> EngineError:
+        """End the engine, unless it has ended; what it ended with."""
         if self.failure is None and not self._is_closed:
             _log.error("%s", why)
             self.failure = why
             self._set_gates()
             self.in_background(self._desk.close(str(why)))
+        return self.failure or why
 
     async def close(self, *, leaves_server: bool) -> None:
         """End all turns as aborted, and leave a server that outlives us usable."""

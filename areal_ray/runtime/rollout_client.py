@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
-from areal_ray.errors import DeadlineExceeded, EngineError
+from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError
 from areal_ray.runtime.fleet import explained, reason_of_death
 from areal_ray.runtime.pending_turn import PendingTurn
 from areal_ray.runtime.replica_choice import ReplicaChoice
@@ -275,10 +275,19 @@ class RolloutClient:
             await asyncio.sleep(_PROBE_EVERY_S)
         except RayError as error:
             lane.down_reason = reason_of_death(error)
+            if isinstance(error, ActorDiedError):  # for good: nobody is to wait for it
+                self._give_up(lane)
             await asyncio.sleep(_PROBE_EVERY_S)
         else:
             lane.down_reason = ""
             self._resend(lane, "restarted")
+
+    def _give_up(self, lane: _Lane) -> None:
+        if any(not other.down_reason for other in self._lanes):
+            self._resend(lane, lane.down_reason)
+            return
+        for request_id in list(lane.pending):
+            self._fail(lane, request_id, ActorLost(f"{lane.name} died: {lane.down_reason}"))
 
     def _resend(self, lane: _Lane, reason: str) -> None:
         waiting, lane.pending = list(lane.pending.values()), {}
