@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from areal_ray.core.child import child_command
 from areal_ray.engines.process_end import OomWatch, ended_how, words_from
@@ -114,15 +115,30 @@ def _dtype(config: SglangGenerationConfig, folder: Path) -> str:
 
 
 def main(settings: str) -> None:
-    """The guard: run the server until it ends or the pipe on stdin closes."""
-    command = json.loads(settings)["command"]
+    """The guard, below a process that waits for it.
+
+    Ray kills an actor's own children along with it, and a server without a guard would stay.
+    """
+    guard = os.fork()
+    if not guard:
+        _serve_until_left(json.loads(settings)["command"])
+    _, status = os.waitpid(guard, 0)
+    _exit_as(os.waitstatus_to_exitcode(status))
+
+
+def _serve_until_left(command: list[str]) -> NoReturn:
+    """Run the server until it ends or the pipe on stdin closes."""
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     while server.poll() is None:
         readable, _, _ = select.select([0], [], [], 0.2)
         if readable and not os.read(0, 1):
             break
     _end_group(server)
-    code = server.returncode
+    _exit_as(server.returncode)
+
+
+def _exit_as(code: int) -> NoReturn:
+    """As shells do: a signal's number plus 128."""
     sys.exit(code if code >= 0 else 128 - code)
 
 

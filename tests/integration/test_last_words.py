@@ -87,7 +87,7 @@ def test_an_actor_that_cannot_start_again_is_given_up_with_the_cause(starts: Pat
         (starts.parent / f"fail-{count}").touch()
     with pytest.raises(ActorLost):
         ask(actor, "end")
-    with pytest.raises(ActorGone, match="ended 3 times in a row .* start 4 came to nothing"):
+    with pytest.raises(ActorGone, match=r"ended 3 times in a row .* start 4 came to nothing"):
         answer(actor)
     assert starts.stat().st_size == 4
 

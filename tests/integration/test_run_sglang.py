@@ -6,7 +6,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.sglang_server import scripted_server
-from tests.support.whole_runs import Runs, assert_books_balance, episodes_of, events_of, staleness_of
+from tests.support.whole_runs import (
+    Runs,
+    assert_books_balance,
+    episodes_of,
+    events_of,
+    staleness_of,
+)
 
 
 def test_a_run_trains_on_what_a_server_samples_and_publishes_into_it(runs: Runs) -> None:

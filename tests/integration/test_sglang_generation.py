@@ -27,7 +27,12 @@ from tests.support.generation import (
     random_prompt,
     request,
 )
-from tests.support.sglang_server import ScriptedServer, scripted_server, write_interpreter
+from tests.support.sglang_server import (
+    ScriptedServer,
+    scripted_server,
+    server_below,
+    write_interpreter,
+)
 from tests.support.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -538,10 +543,8 @@ def test_a_killed_replica_takes_its_server_along():
 
 
 def server_process(engine: Any) -> int:
-    """The process that listens, a child of the guard."""
-    guard = engine._server._guard.pid
-    children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
-    return int(children[0])
+    """The process that listens."""
+    return server_below(engine._server._guard.pid)
 
 
 def is_alive(process: int) -> bool:

@@ -422,6 +422,13 @@ def write_interpreter(folder: Path, before: str = "") -> str:
     return str(script)
 
 
+def server_below(process: int) -> int:
+    """The process of a server that the adapter's `process` and its guard started."""
+    for _ in range(2):
+        process = int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
+    return process
+
+
 def main() -> None:
     """The options of `sglang.launch_server` that the adapter may give."""
     parser = argparse.ArgumentParser()
