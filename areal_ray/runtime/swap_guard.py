@@ -28,6 +28,7 @@ from areal_ray.engines.protocols import (
     OnWeightUpdate,
     ReadsBack,
 )
+from areal_ray.errors import EngineDied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,19 +112,25 @@ class SwapGuard:
             version: Theirs.
             check: What has to be proven.
             running: Gives the ids of the turns that the engine holds.
+
+        Raises:
+            EngineDied: Another engine has to be started; this one answers for nothing any more.
         """
         with self._changed:
             self._unproven = version
-        is_proven = False
+        is_proven = is_over = False
         try:
             idle_s = self._engine.swap(tensors, version, self._policy)
             started_s = time.perf_counter()
             proof = self._prove(tensors, check)
             is_proven = not proof.difference
+        except EngineDied:  # nothing is left to be halted
+            is_over = True
+            raise
         finally:  # an engine that may have loaded some tensors and not others is halted, too
             if is_proven:
                 self._let_out()
-            else:
+            elif not is_over:
                 self._halt(running)
         return Swapped(idle_s, replace(proof, seconds=time.perf_counter() - started_s))
 
