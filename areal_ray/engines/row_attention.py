@@ -52,7 +52,7 @@ class RowBlocks:
             flat = flat.index_select(0, self.tokens)
         parts = torch.split(flat, [rows * length for rows, length in self.shapes])
         return [
-            part.unflatten(0, shape).transpose(1, 2)
+            part.view(*shape, *part.shape[1:]).transpose(1, 2)
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
 
