@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_ray.engines.model_files import is_head_tied
+from areal_ray.engines.packed_linear import LinearWeight, PackedLinear, is_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -63,17 +64,17 @@ class LeanSizes:
 
 @dataclass(frozen=True, slots=True)
 class LeanLayer:
-    """One layer's rearranged weights; linear ones as [out, in], o and down as [in, out]."""
+    """One layer's rearranged weights; linear ones as [out, in], plain o and down as [in, out]."""
 
-    qkv: Tensor
+    qkv: LinearWeight
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     """[heads + kv_heads, head_dim]"""
-    o: Tensor
+    o: LinearWeight
     o_bias: Tensor | None
-    up_gate: Tensor
+    up_gate: LinearWeight
     up_gate_bias: Tensor | None
-    down: Tensor
+    down: LinearWeight
     down_bias: Tensor | None
     input_norm: Tensor | None
     """[hidden]; None where multiplied into qkv."""
@@ -88,9 +89,11 @@ class LeanWeights:
     layers: list[LeanLayer]
     embedding: Tensor
     final_norm: Tensor
-    head: Tensor
+    head: LinearWeight
     blocks: list[Tensor]
-    """The memory of all of these, in the order it was taken."""
+    """The memory of all that is plain, in the order it was taken."""
+    packed: list[PackedLinear]
+    """All that are packed, in the order they were made."""
 
 
 class _Room:
@@ -98,9 +101,12 @@ class _Room:
 
     def __init__(self, spare: LeanWeights | None, dtype: torch.dtype, device: torch.device) -> None:
         self._spare = list(reversed(spare.blocks)) if spare is not None else []
+        self._spare_packed = list(reversed(spare.packed)) if spare is not None else []
         self._dtype = dtype
         self._device = device
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
         self.blocks: list[Tensor] = []
+        self.packed: list[PackedLinear] = []
 
     def take(self, *shape: int) -> Tensor:
         """A tensor to be written; of the same shapes in the same order for every version."""
@@ -110,6 +116,22 @@ class _Room:
             block = torch.empty(shape, dtype=self._dtype, device=self._device)
         self.blocks.append(block)
         return block
+
+    def take_to_pack(self, *shape: int) -> Tensor:
+        """A tensor to be written and then packed, good until the next one."""
+        if self._scratch.numel() < math.prod(shape):
+            self._scratch = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return self._scratch.view(-1)[: math.prod(shape)].view(shape)
+
+    def pack(self, source: Tensor) -> LinearWeight:
+        """The source [out, in], packed."""
+        source = source.to(self._device, self._dtype)
+        if self._spare_packed:
+            self.packed.append(self._spare_packed.pop())
+            self.packed[-1].write(source)
+        else:
+            self.packed.append(PackedLinear(source))
+        return self.packed[-1]
 
     def reuse(self) -> None:
         """Let what was taken so far be overwritten."""
@@ -121,11 +143,19 @@ class _Room:
 
 
 class _LookingRoom(_Room):
-    """The same to look at only: what would be a mere copy is the source itself."""
+    """The same to look at only: what would be a mere copy is the source itself, packed or not."""
 
     def copy(self, source: Tensor) -> Tensor:
         """The source in the engine's type and place, not to be written to."""
         return source.to(self._device, self._dtype)
+
+    def take_to_pack(self, *shape: int) -> Tensor:
+        """A tensor to be written, good until `reuse`."""
+        return self.take(*shape)
+
+    def pack(self, source: Tensor) -> LinearWeight:
+        """The source [out, in] as it is: what a packed weight is when it is unpacked."""
+        return self.copy(source)
 
 
 class LeanLayout:
@@ -151,33 +181,43 @@ class LeanLayout:
             room = _Room(spare, self._dtype, self._device)
             embedding = room.copy(tensors["model.embed_tokens.weight"])
             final_norm = self._final_norm(tensors, room)
-            is_tied = self._sizes.is_tied
             return LeanWeights(
                 layers=[self._layer(tensors, room, i) for i in range(self._sizes.num_layers)],
                 embedding=embedding,
                 final_norm=final_norm,
-                head=embedding if is_tied else room.copy(tensors["lm_head.weight"]),
+                head=self._head(tensors, room, embedding),
                 blocks=room.blocks,
+                packed=room.packed,
             )
 
     def pairs(
         self, live: LeanWeights, tensors: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Any, Any]]:
-        """(name, live, what `arranged` makes of these tensors), in the memory of one layer more.
+        """(name, live, what `arranged` makes of these tensors, unpacked), a layer at a time.
 
         The last of each three is good until the next three.
         """
         room = _LookingRoom(None, self._dtype, self._device)
         yield "model.norm", live.final_norm, self._final_norm(tensors, room)
-        ends = {"model.embed_tokens": live.embedding}
-        if not self._sizes.is_tied:
-            ends["lm_head"] = live.head
-        for name, tensor in ends.items():
-            yield name, tensor, room.copy(tensors[f"{name}.weight"].detach())
+        embedding = room.copy(tensors["model.embed_tokens.weight"].detach())
+        yield "model.embed_tokens", live.embedding, embedding
+        if live.head is not live.embedding:
+            yield "lm_head", live.head, self._head(tensors, room, embedding)
         room = _LookingRoom(None, self._dtype, self._device)
         for i, layer in enumerate(live.layers):
             yield f"model.layers.{i}", layer, self._layer(tensors, room, i)
             room.reuse()
+
+    def _is_packed(self, num_out: int, num_in: int) -> bool:
+        return is_packed(num_out, num_in, self._dtype, self._device)
+
+    def _head(self, tensors: Mapping[str, Tensor], room: _Room, embedding: Tensor) -> LinearWeight:
+        """A tied one is the embedding, which is also held packed where that pays."""
+        s = self._sizes
+        weight = embedding if s.is_tied else tensors["lm_head.weight"].detach()
+        if self._is_packed(s.vocab, s.hidden):
+            return room.pack(weight)
+        return embedding if s.is_tied else room.copy(weight)
 
     def _final_norm(self, tensors: Mapping[str, Tensor], room: _Room) -> Tensor:
         weight = tensors["model.norm.weight"].detach()
@@ -193,6 +233,11 @@ class LeanLayout:
         def get(name: str) -> Tensor:
             return tensors[prefix + name].detach()
 
+        def transposed(name: str) -> LinearWeight:
+            weight = get(name)
+            is_packed = self._is_packed(*weight.shape)
+            return room.pack(weight) if is_packed else room.copy(weight).t()
+
         def optional(name: str, is_there: bool) -> Tensor | None:
             return room.copy(get(name)) if is_there else None
 
@@ -207,18 +252,20 @@ class LeanLayout:
             before_up_gate = post_norm.to(self._dtype) * root
         qkv_bias = up_gate_bias = None
         if s.has_qkv_bias:
-            qkv_bias = self._joined([get(f"{name}.bias") for name in _QKV], room, rotated=2)
+            parts = [get(f"{name}.bias") for name in _QKV]
+            qkv_bias = self._join(parts, room.take(sum(map(len, parts))), rotated=2)
         if s.has_mlp_bias:
-            up_gate_bias = self._joined([get(f"{name}.bias") for name in _UP_GATE], room)
+            parts = [get(f"{name}.bias") for name in _UP_GATE]
+            up_gate_bias = self._join(parts, room.take(sum(map(len, parts))))
         return LeanLayer(
             qkv=self._joined(qkv_parts, room, rotated=2, factor=before_qkv),
             qkv_bias=qkv_bias,
             qk_norm=self._qk_norm(get, room) if s.has_qk_norm else None,
-            o=room.copy(get("self_attn.o_proj.weight")).t(),
+            o=transposed("self_attn.o_proj.weight"),
             o_bias=optional("self_attn.o_proj.bias", s.has_o_bias),
             up_gate=self._joined(up_gate_parts, room, factor=before_up_gate),
             up_gate_bias=up_gate_bias,
-            down=room.copy(get("mlp.down_proj.weight")).t(),
+            down=transposed("mlp.down_proj.weight"),
             down_bias=optional("mlp.down_proj.bias", s.has_mlp_bias),
             input_norm=None if self._norms_are_folded else room.copy(input_norm),
             post_norm=None if self._norms_are_folded else room.copy(post_norm),
@@ -226,9 +273,17 @@ class LeanLayout:
 
     def _joined(
         self, parts: list[Tensor], room: _Room, rotated: int = 0, factor: Tensor | None = None
+    ) -> LinearWeight:
+        """What `_join` makes of weights [out, in], packed where that pays."""
+        shape = sum(map(len, parts)), parts[0].shape[1]
+        if self._is_packed(*shape):
+            return room.pack(self._join(parts, room.take_to_pack(*shape), rotated, factor))
+        return self._join(parts, room.take(*shape), rotated, factor)
+
+    def _join(
+        self, parts: list[Tensor], joined: Tensor, rotated: int = 0, factor: Tensor | None = None
     ) -> Tensor:
-        """Parts one below the other, the first `rotated` interleaved, rows times a factor [in]."""
-        joined = room.take(sum(len(part) for part in parts), *parts[0].shape[1:])
+        """Write parts one below the other, the first `rotated` interleaved, rows times a factor."""
         targets = torch.split(joined, [len(part) for part in parts])
         for index, (source, target) in enumerate(zip(parts, targets, strict=True)):
             if index < rotated:

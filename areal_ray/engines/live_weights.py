@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_ray.engines.packed_linear import PackedLinear
+
 
 def first_difference(pairs: Iterable[tuple[str, Any, Any]]) -> str:
     """Name of the first live tensor that is not as it should be; empty if all are.
 
     Args:
-        pairs: (name, live, as it should be): tensors, None, or dataclasses of these.
+        pairs: (name, live, as it should be): tensors, None, or dataclasses of these; live ones may
+            be packed, and are compared as unpacked from the memory that products read.
     """
     for name, live, expected in pairs:
         if is_dataclass(live):
@@ -21,6 +24,9 @@ def first_difference(pairs: Iterable[tuple[str, Any, Any]]) -> str:
             within = first_difference((f"{name}.{part}", *both) for part, *both in parts)
             if within:
                 return within
+        elif isinstance(live, PackedLinear):
+            if not _is_same(live.plain(), expected):
+                return name
         elif live is not None and not _is_same(live, expected):
             return name
     return ""

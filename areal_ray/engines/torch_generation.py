@@ -150,7 +150,7 @@ class TorchGenerationEngine:
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """The first live tensor that is not what `swap` makes of these, or nothing; beside the
-        loop, in the memory of one layer more."""
+        loop, in the memory of one layer, or of the head, more."""
         with self._swap_turn, torch.inference_mode():
             return first_difference(self._model.forward.live_pairs(tensors))
 
