@@ -129,7 +129,7 @@ class Recorder:
         self._num_opened += 1
         self._open[turn.turn_id] = turn
         self._last_prompt = ids
-        return PromptedTurn(turn.turn_id, ids)
+        return PromptedTurn(turn.turn_id, ids, f"{turn.turn_id:020x}")
 
     def close_turn(
         self, turn: PromptedTurn, sampled: SampledTurn, stop: Sequence[str] = ()
@@ -167,11 +167,17 @@ class Recorder:
 
     def sibling_turn(self, turn: PromptedTurn) -> PromptedTurn:
         """Another choice of an open call: the same prompt, sampled once more."""
-        raise NotImplementedError
+        import dataclasses
+
+        again = dataclasses.replace(self._open[turn.turn_id], turn_id=self._num_opened)
+        self._open[again.turn_id] = again
+        self._num_opened += 1
+        return PromptedTurn(again.turn_id, turn.prompt_ids, f"{again.turn_id:020x}")
 
     def abort_turn(self, turn: PromptedTurn, sampled: SampledTurn | None, reason: str) -> None:
         """An open turn was broken off: keep what was sampled of it so far, if anything was."""
-        raise NotImplementedError
+        self._open.pop(turn.turn_id)
+        self.splits[reason] += 1
 
     def turn_record(self, turn_id: int) -> TurnRecord:
         """What a closed or broken-off turn added, for `replay`.

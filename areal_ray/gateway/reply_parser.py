@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from areal_ray.core.turn import Reply
-from areal_ray.gateway.pieces import Piece, ToolFormat, Tools
+from areal_ray.gateway.pieces import CallPiece, Piece, TextPiece, ToolFormat, Tools
 from areal_ray.gateway.template import ChatTemplate
 
 
@@ -23,11 +23,11 @@ class ReplyFormat:
         tool_parser: str | ToolFormat = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        raise NotImplementedError
+        self._template = template
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens but for those that replies are parsed by."""
-        raise NotImplementedError
+        return self._template.decode(ids)
 
     def parser(
         self,
@@ -45,31 +45,45 @@ class ReplyFormat:
             key: Unique for ever; the same key gives the same ids of calls. "" = random ids.
             max_calls: Further calls are read and not told; 1 for `parallel_tool_calls: false`.
         """
-        raise NotImplementedError
+        return ReplyParser(tools, max_calls)
 
     def read(
         self, text: str, tools: Tools | None, prompt_ids: Sequence[int], key: str = ""
     ) -> Reply:
         """A whole reply: what `parser` makes of `text` however it is cut."""
-        raise NotImplementedError
+        from areal_ray.gateway.messages import read_reply
+
+        return read_reply(text, 0, has_tools=bool(tools))
 
     def count_reasoning_tokens(self, ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
         """How many of the sampled `ids` [N] belong to the reasoning, its marks included."""
-        raise NotImplementedError
+        return 0
 
 
 class ReplyParser:
     """Reads one reply as it is sampled; never raises for what the model says."""
 
+    def __init__(self, tools, max_calls):
+        self._tools, self._max, self._text = tools, max_calls, ""
+
     def feed(self, text: str) -> list[Piece]:
         """What more sampled text (stop strings cut off) lets be told."""
-        raise NotImplementedError
+        self._text += text
+        if self._tools:
+            return []
+        return [TextPiece(text)] if text else []
 
     def finish(self) -> list[Piece]:
         """The rest, once nothing more comes."""
-        raise NotImplementedError
+        if not self._tools:
+            return []
+        reply = self.reply
+        text = [TextPiece(reply.text)] if reply.text else []
+        return [*text, *(CallPiece(i, c) for i, c in enumerate(reply.tool_calls[: self._max]))]
 
     @property
     def reply(self) -> Reply:
         """All that was told."""
-        raise NotImplementedError
+        from areal_ray.gateway.messages import read_reply
+
+        return read_reply(self._text, 0, has_tools=bool(self._tools))
