@@ -1,0 +1,44 @@
+"""A reply streamed as server-sent events: headers at once, then tokens as they are sampled."""
+
+import asyncio
+from contextlib import aclosing
+
+from areal_ray.gateway.answer import Answer
+from areal_ray.gateway.call import CallError, StreamWriter
+from areal_ray.gateway.exchange import Exchange
+
+SHUTTING_DOWN = CallError(
+    503, "shutting_down", "the server is stopping. Send the call again", retry_after_s=2
+)
+
+
+async def send_stream(exchange: Exchange, writer: StreamWriter, answer: Answer) -> None:
+    """Stream an answer; every error after the headers is told in the stream.
+
+    One write for each chunk of the sampler's. A client that reads slowly holds up its own stream
+    alone.
+
+    Raises:
+        ClientGone: The client left; what was being sampled is aborted.
+    """
+    await exchange.begin_stream([(b"x-request-id", answer.opening.id.encode())])
+    last = b""
+    async with exchange.watched(writer.keep_alive) as client:
+        try:
+            begun = writer.begin(answer.opening)
+            if begun:
+                await client.send(begun)
+            async with aclosing(answer.events()) as batches:
+                async for events in batches:
+                    piece = b"".join(map(writer.write, events))
+                    if piece:
+                        await client.send(piece)
+            assert answer.reply is not None
+            last = writer.end(answer.reply)
+        except CallError as error:
+            last = writer.fail(error)
+        except asyncio.CancelledError:
+            if client.is_gone:
+                raise
+            last = writer.fail(SHUTTING_DOWN)
+    await exchange.end_stream(last)
