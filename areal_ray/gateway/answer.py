@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,16 +223,13 @@ class Answer:
         Raises:
             CallError: 503 if the sampler fails.
         """
-        tasks = [asyncio.create_task(self._sampled(part)) for part in self._parts[1:]]
+        if len(self._parts) == 1:
+            return self._replied([await self._sampled(self._parts[0])])
+        tasks = [asyncio.create_task(self._sampled(part)) for part in self._parts]
         try:
-            choices = [await self._sampled(self._parts[0])]
-            choices += [await task for task in tasks]
+            return self._replied(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.gather(*tasks, return_exceptions=True)
-        return self._replied(choices)
+            await _ended(tasks)
 
     async def events(self) -> AsyncGenerator[list[CallEvent], None]:
         """What is sampled, as it comes; `reply` is there after the last of it.
@@ -319,9 +317,7 @@ class Answer:
                 else:
                     yield events
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _ended(tasks)
 
     def _closed(self, part: _Part, sampled: SampledTurn) -> Choice:
         part.is_over = True
@@ -389,6 +385,12 @@ def _joined(chunks: Sequence[TurnChunk]) -> SampledTurn | None:
         np.concatenate([chunk.logprobs for chunk in chunks]),
         np.concatenate([chunk.versions for chunk in chunks]),
     )
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _failed(error: ArealRayError) -> CallError:

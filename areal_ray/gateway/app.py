@@ -32,6 +32,12 @@ _log = logging.getLogger(__name__)
 
 _PATH = re.compile(r"(?:/s/(?P<session>[^/]+))?(?P<rest>(?:/.*)?)", re.DOTALL)
 _RETRY_S = 1.0
+_DEFECT = CallError(
+    503,
+    "internal_error",
+    "the server could not answer this request; its log says why. Try again",
+    retry_after_s=_RETRY_S,
+)
 _PROBES = ("", "/", "/api/hello")
 _Answer = Callable[[Exchange, str], Awaitable[None]]
 
@@ -78,6 +84,12 @@ def make_app(service: Service) -> FastAPI:
         told = _as_call_error(error)
         return JSONResponse(shape.error(told), status_code=told.status)
 
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        service.counts.num_defects += 1
+        _log.error("a request could not be answered", exc_info=error)
+        return JSONResponse(shape.error(_DEFECT), status_code=_DEFECT.status)
+
+    app.add_exception_handler(Exception, failed)
     for kind in (StarletteHTTPException, HTTPException, RequestValidationError, CallError):
         app.add_exception_handler(kind, refused)
 
@@ -164,8 +176,7 @@ class Edge:
         except Exception:
             counts.num_defects += 1
             _log.exception("a request could not be answered")
-            message = "the server could not answer this request; its log says why. Try again"
-            told = CallError(503, "internal_error", message, retry_after_s=_RETRY_S)
+            told = _DEFECT
         if told.status >= 500:
             counts.num_failed += 1
         else:

@@ -49,6 +49,8 @@ class ScriptedSampler:
     aborted: list[str] = field(default_factory=list)
     """Requests that were cancelled or closed before their end."""
 
+    _kept: dict[str, list[int]] = field(default_factory=dict)
+
     async def sample(self, request: TurnRequest) -> ScriptedTurn:
         """See `TurnSampler`."""
         async for come in self._run(request, is_whole=True):
@@ -107,7 +109,9 @@ class ScriptedSampler:
         return ScriptedTurn(ids, version=said.version, stop_reason=reason)
 
     def _encoded(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        if text not in self._kept:
+            self._kept[text] = list(self.tokenizer.encode(text, add_special_tokens=False))
+        return [*self._kept[text]]
 
 
 def _part(whole: ScriptedTurn, start: int, end: int) -> ScriptedTurn:
