@@ -63,6 +63,8 @@ class PromptedTurn:
     """Index of the model call in its episode."""
     prompt_ids: NDArray[np.int32]
     """[P]"""
+    handle: str = ""
+    """Names the turn to clients: 20 hexadecimal digits, unique for ever; "" in process."""
 
 
 class TurnRecorder(Protocol):

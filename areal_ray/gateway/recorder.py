@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason, Trajectory
 from areal_ray.core.turn import PromptedTurn, Reply, SampledTurn
+from areal_ray.gateway.call import CallHints
 from areal_ray.gateway.messages import MessageKey, canonical, message_key, read_reply, reply_key
+from areal_ray.gateway.record_policy import IN_PROCESS, RecordPolicy
 from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.turn_record import ReplyReader, TurnRecord
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +71,12 @@ class Recorder:
     request failed or was cancelled) leaves no trace.
     """
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        policy: RecordPolicy = IN_PROCESS,
+        reader: ReplyReader | None = None,
+    ) -> None:
         self._template = template
         self._open: dict[int, _Turn] = {}
         self._turns: list[_Turn] = []
@@ -95,6 +103,8 @@ class Recorder:
         messages: Sequence[Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         called_by: int | None = None,
+        *,
+        hints: CallHints | None = None,
     ) -> PromptedTurn:
         """Fix the prompt of the next model call; see `core.turn.TurnRecorder`.
 
@@ -154,6 +164,26 @@ class Recorder:
         self._turns.append(opened)
         self.last_reply = reply
         return reply
+
+    def sibling_turn(self, turn: PromptedTurn) -> PromptedTurn:
+        """Another choice of an open call: the same prompt, sampled once more."""
+        raise NotImplementedError
+
+    def abort_turn(self, turn: PromptedTurn, sampled: SampledTurn | None, reason: str) -> None:
+        """An open turn was broken off: keep what was sampled of it so far, if anything was."""
+        raise NotImplementedError
+
+    def turn_record(self, turn_id: int) -> TurnRecord:
+        """What a closed or broken-off turn added, for `replay`.
+
+        Raises:
+            KeyError: It is not closed.
+        """
+        raise NotImplementedError
+
+    def replay(self, record: TurnRecord) -> None:
+        """Take up a turn of an earlier process; all of them in their order give it all again."""
+        raise NotImplementedError
 
     def trajectories(self, **fields: Any) -> list[Trajectory]:
         """One a branch, in the order they began; a prompt without samples if nothing was sampled.
