@@ -313,6 +313,8 @@ def _sorted(value: Any) -> Any:
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     shown = dict(message)
+    if "reasoning" in shown:
+        shown["reasoning_content"] = shown.pop("reasoning")  # as templates name it
     if "tool_calls" in shown:
         shown["tool_calls"] = [
             {
