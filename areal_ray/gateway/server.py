@@ -7,10 +7,13 @@ from collections.abc import Generator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from areal_ray.errors import ArealRayError
 
 _START_S = 30.0
+_MOST_HEAD_BYTES = 2**18
+"""Of a request's line and headers: more is not even gathered."""
 _BACKLOG = 4096
 
 
@@ -31,6 +34,7 @@ class GatewayServer:
         self._port = port
         self._config = uvicorn.Config(
             app,
+            http=_BoundedProtocol,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -81,6 +85,32 @@ class GatewayServer:
                 f"{error.strerror or error}. Choose another, or 0 for any"
             ) from error
         return bound
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """Gathers no headers without end."""
+
+    _num_head_bytes: int | None = 0
+    """Of the request that is coming; None once its headers are there."""
+
+    def data_received(self, data: bytes) -> None:  # uvicorn's name
+        """Hang up on a head that does not end."""
+        super().data_received(data)
+        if self._num_head_bytes is None:
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The headers do not end.")
+
+    def on_message_begin(self) -> None:
+        """Count anew."""
+        self._num_head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Stop counting."""
+        self._num_head_bytes = None
+        super().on_headers_complete()
 
 
 class _QuietServer(uvicorn.Server):

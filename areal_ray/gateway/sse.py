@@ -20,9 +20,10 @@ async def send_stream(exchange: Exchange, writer: StreamWriter, answer: Answer) 
 
     Raises:
         ClientGone: The client left; what was being sampled is aborted.
+        CallError: What broke the stream off; the client was told.
     """
     await exchange.begin_stream([(b"x-request-id", answer.opening.id.encode())])
-    last = b""
+    failure: CallError | None = None
     async with exchange.watched(writer.keep_alive) as client:
         try:
             begun = writer.begin(answer.opening)
@@ -33,12 +34,14 @@ async def send_stream(exchange: Exchange, writer: StreamWriter, answer: Answer) 
                     piece = b"".join(map(writer.write, events))
                     if piece:
                         await client.send(piece)
-            assert answer.reply is not None
-            last = writer.end(answer.reply)
         except CallError as error:
-            last = writer.fail(error)
+            failure = error
         except asyncio.CancelledError:
             if client.is_gone:
                 raise
-            last = writer.fail(SHUTTING_DOWN)
-    await exchange.end_stream(last)
+            failure = SHUTTING_DOWN
+    if failure is not None:
+        await exchange.end_stream(writer.fail(failure))
+        raise failure
+    assert answer.reply is not None
+    await exchange.end_stream(writer.end(answer.reply))

@@ -98,7 +98,7 @@ def make_gateway(
     *,
     tokenizer: Any = None,
     chat_template: str | None = None,
-    limits: CallLimits = CallLimits(64, 1024),
+    limits: CallLimits | None = None,
     edge: EdgeLimits | None = None,
     is_trained: bool = False,
 ) -> Gateway:
@@ -108,7 +108,7 @@ def make_gateway(
     reply_format = ReplyFormat(template)
     sampler = ScriptedSampler(tokenizer, script)
     door = KeptDoor(template, reply_format, is_trained)
-    answers = Answers(template, reply_format, sampler, limits=limits)
+    answers = Answers(template, reply_format, sampler, limits=limits or CallLimits(64, 1024))
     service = Service(answers=answers, door=door, limits=edge or EdgeLimits())
     return Gateway(sampler, door, service)
 
@@ -150,8 +150,13 @@ async def ask(
         sent.append(message)
 
     scope = {
-        **{"type": "http", "method": method, "path": path, "raw_path": path.encode()},
-        **{"query_string": b"", "root_path": "", "headers": list(headers)},
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(headers),
     }
     await make_app(gateway.service)(scope, receive, send)
     content = b"".join(message.get("body", b"") for message in sent[1:])

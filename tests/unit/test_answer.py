@@ -22,11 +22,22 @@ CALLED = {
 }
 
 
-def lettered(chat_template: str = TPL_A, script: Any = (Said("5"),), **options: Any) -> Gateway:
+def lettered(chat_template: str = TPL_A, script: Any = None, **options: Any) -> Gateway:
     """A gateway of one token a character."""
+    script = script or [Said("5")]
     return make_gateway(
         script, tokenizer=letter_tokenizer(), chat_template=chat_template, **options
     )
+
+
+async def answered(answer: Answer, *, stream: bool) -> None:
+    """Sample all of it, in either way, within 10 s."""
+    async with asyncio.timeout(10):
+        if not stream:
+            await answer.whole()
+            return
+        async for _ in answer.events():
+            pass
 
 
 def read(**body: Any) -> Call:
@@ -59,7 +70,9 @@ def prompt(gateway: Gateway, messages: Any, **body: Any) -> str:
 )
 @pytest.mark.parametrize("role", ["user", "tool", "assistant"])
 def test_content_that_is_null_empty_or_in_parts_is_the_text_it_holds(role, content, said):
-    messages = [*HELLO, {"role": role, "content": content, "tool_call_id": "call1"}]
+    called = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+    message = {"role": role, "content": content, "tool_call_id": "call1"}
+    messages = [*HELLO, *([called] if role == "tool" else []), message]
     assert prompt(lettered(), messages).endswith(f"[{role}]{said}[/]\n[assistant]")
 
 
@@ -250,11 +263,7 @@ def test_a_sampler_that_fails_is_a_503_and_the_turn_is_not_recorded(stream):
     async def go() -> None:
         answer = begun(gateway, stream=stream)
         with pytest.raises(CallError, match="replica 3 died") as failed:
-            if stream:
-                async for _ in answer.events():
-                    pass
-            else:
-                await answer.whole()
+            await answered(answer, stream=stream)
         assert (failed.value.status, failed.value.retry_after_s) == (503, 1.0)
 
     asyncio.run(go())
@@ -268,12 +277,7 @@ def test_one_choice_that_fails_ends_the_others():
         for stream in (True, False):
             answer = begun(gateway, n=3, stream=stream)
             with pytest.raises(CallError):
-                async with asyncio.timeout(10):
-                    if stream:
-                        async for _ in answer.events():
-                            pass
-                    else:
-                        await answer.whole()
+                await answered(answer, stream=stream)
             gateway.sampler.requests.clear()
             assert gateway.sampler.num_running == 0
 
@@ -326,17 +330,12 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=5,
 )
-FIELDS = st.fixed_dictionaries(
-    {},
-    optional={
-        name: JSON
-        for name in (
-            *("model", "messages", "tools", "tool_choice", "max_tokens", "stop", "n", "seed"),
-            *("temperature", "top_p", "logprobs", "top_logprobs", "response_format", "user"),
-            *("stream_options", "parallel_tool_calls", "max_completion_tokens", "metadata"),
-        )
-    },
+NAMES = (
+    *("model", "messages", "tools", "tool_choice", "max_tokens", "stop", "n", "seed", "user"),
+    *("temperature", "top_p", "logprobs", "top_logprobs", "response_format", "metadata"),
+    *("stream_options", "parallel_tool_calls", "max_completion_tokens", "prompt_cache_key"),
 )
+FIELDS = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, JSON))
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | JSON},
