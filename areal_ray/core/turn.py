@@ -41,7 +41,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text, as on OpenAI's wire."""
+    """JSON text, as on OpenAI's wire; as sampled where that is JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,10 @@ class Reply:
     """What the model said in one turn, read back from its tokens."""
 
     text: str
-    """Without stop and padding tokens, up to a stop string; tool calls removed."""
+    """Without stop and padding tokens, up to a stop string; reasoning and tool calls removed."""
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """What the model thought before it spoke, where its template tells the two apart."""
 
 
 @dataclass(frozen=True, slots=True)
