@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason, Trajectory
 from areal_ray.core.turn import PromptedTurn, Reply, SampledTurn
-from areal_ray.gateway.messages import MessageKey, canonical, message_key, read_reply, reply_key
+from areal_ray.gateway.messages import MessageKey, canonical, message_key, reply_key
+from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.text_stream import before_stop
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ class _Turn:
     """The prompt as the template wrote it."""
     keys: tuple[MessageKey, ...]
     """Of the messages in the prompt; the reply's own once sampled."""
-    has_tools: bool
+    tools: Sequence[Mapping[str, Any]]
+    """What was offered."""
     caller: int = -1
     """Branch of the agent that called this one as its sub-agent; -1 = the main agent's."""
     branch_id: int = -1
@@ -68,8 +71,9 @@ class Recorder:
     request failed or was cancelled) leaves no trace.
     """
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, reader: ReplyFormat | None = None) -> None:
         self._template = template
+        self._reader = reader or ReplyFormat(template)
         self._open: dict[int, _Turn] = {}
         self._turns: list[_Turn] = []
         self._num_opened = 0
@@ -113,7 +117,7 @@ class Recorder:
             prompt_ids=ids,
             rendered=rendered,
             keys=keys,
-            has_tools=bool(tools),
+            tools=tools or (),
             caller=caller,
         )
         self._num_opened += 1
@@ -140,9 +144,9 @@ class Recorder:
         opened.versions = np.asarray(sampled.versions[:count], np.int32)
         opened.stop_reason = sampled.stop_reason
         opened.has_end = count > 0 and ids[count - 1] in self._template.end_ids
-        opened.sampled_text = self._template.decode(ids[: count - opened.has_end])
-        opened.text = _before(opened.sampled_text, stop)
-        reply = read_reply(opened.text, opened.turn_id, has_tools=opened.has_tools)
+        opened.sampled_text = self._reader.decode(ids[: count - opened.has_end])
+        opened.text, _ = before_stop(opened.sampled_text, stop)
+        reply = self._reader.read(opened.text, opened.tools, opened.prompt_ids)
         parent = opened.parent
         if parent is None or parent.is_extended:  # another turn got there first: fork
             opened.branch_id = self._num_branches
@@ -260,7 +264,7 @@ class Recorder:
         said = whole.removeprefix(parent.rendered).removesuffix(close)
         if not whole.startswith(parent.rendered) or not body.startswith(said + close):
             return None
-        again = read_reply(said, parent.turn_id, has_tools=parent.has_tools)
+        again = self._reader.read(said, parent.tools, parent.prompt_ids)
         return len(said) if reply_key(again) == parent.keys[-1] else None
 
     def _merges(self, said: str, closing: str) -> bool:
@@ -317,11 +321,6 @@ def _length_without_padding(ids: list[int], template: ChatTemplate) -> int:
     if pad is None or num_rest < 1 or ids[first + 1 :].count(pad) < num_rest:
         return len(ids)
     return first + 1
-
-
-def _before(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
 
 
 def _unsampled(prompt_ids: NDArray[np.int32], fields: Mapping[str, Any]) -> Trajectory:
