@@ -58,6 +58,8 @@ class Block:
     """Characters it takes; at least 1."""
     calls: tuple[FoundCall, ...] = ()
     """None: those characters are text."""
+    text: str = ""
+    """What is said in it before its calls."""
 
 
 class ToolFormat(Protocol):

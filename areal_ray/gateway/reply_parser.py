@@ -50,7 +50,7 @@ class ReplyFormat:
         self._tools = _tool_format(tool_parser, template.source)
         self._marks = _reasoning_marks(reasoning_parser, template.source)
         markers = (*(self._tools.markers if self._tools else ()), *(self._marks or ()))
-        self._shown = template.special_ids(markers)
+        self._shown = template.special_ids(markers) - template.end_ids - {template.pad_id}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens but for those that replies are parsed by."""
@@ -216,6 +216,7 @@ class _CallReader:
             if block is None:
                 break
             if block.calls:
+                self._say(block.text, pieces)
                 self._has_calls = True
                 for call in block.calls:
                     self._tell(call.name, call.arguments, pieces)

@@ -50,7 +50,7 @@ class ChatTemplate:
                 f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}: has no chat "
                 "template. Use an instruction-tuned checkpoint or add one to its tokenizer"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._source = source
         self.pad_id: int | None = tokenizer.pad_token_id
         self.end_ids: frozenset[int] = frozenset(
@@ -118,7 +118,7 @@ class ChatTemplate:
         try:
             if shown and not tools and self._compiled is not None:
                 return str(self._compiled.render({**self._names, **asked, "messages": shown}))
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 shown,
                 tools=[_sorted(tool) for tool in tools] if tools else None,
                 chat_template=self._source,
@@ -145,7 +145,7 @@ class ChatTemplate:
         if self._backend is not None:
             listed = self._backend.encode(text, add_special_tokens=False).ids
         else:
-            listed = self._tokenizer.encode(text, add_special_tokens=False)
+            listed = self.tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(listed, np.int32)
         ids.flags.writeable = False
         return ids
@@ -186,7 +186,7 @@ class ChatTemplate:
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
-            self._tokenizer.decode(
+            self.tokenizer.decode(
                 list(ids),
                 skip_special_tokens=skip_special_tokens,
                 clean_up_tokenization_spaces=False,

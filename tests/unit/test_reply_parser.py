@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_ray.agents.episode import AgentConfig
 from areal_ray.core.turn import Reply
 from areal_ray.gateway.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
-from areal_ray.gateway.reply_parser import ReplyFormat, call_id
+from areal_ray.gateway.reply_parser import REASONING_MARKS, ReplyFormat, call_id
 from areal_ray.gateway.template import ChatTemplate
-from areal_ray.gateway.tool_formats import guess_tool_format
+from areal_ray.gateway.tool_formats import TOOL_FORMATS, guess_tool_format
 from tests.support.templates import TPL_A, letter_tokenizer
 
 PARAMETERS = {
@@ -382,3 +383,13 @@ def test_text_is_told_at_once_where_nothing_can_begin():
     parser = replies().parser(TOOLS, OUTSIDE)
     told = [[getattr(piece, "text", None) for piece in parser.feed(c)] for c in "hi <b"]
     assert told == [["h"], ["i"], [], [], [" <b"]]
+
+
+def test_a_recipe_may_name_every_parser_there_is_and_no_other():
+    for name in ("auto", "none", *TOOL_FORMATS, "vllm:deepseek_v3"):
+        assert AgentConfig(tool_parser=name).tool_parser == name
+    for name in ("auto", "none", *REASONING_MARKS):
+        assert AgentConfig(reasoning_parser=name).reasoning_parser == name
+    for wrong in ({"tool_parser": "hermez"}, {"reasoning_parser": "thin"}):
+        with pytest.raises(ValueError, match="parser"):
+            AgentConfig(**wrong)
