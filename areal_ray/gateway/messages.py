@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_ray.core.turn import Reply, ToolCall
+from areal_ray.core.turn import Reply
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
@@ -19,7 +19,6 @@ ConversationKey = tuple[Any, ...]
 
 _READ = {"role", "content", "tool_calls", "tool_call_id", "name"}
 _FRACTION = re.compile(r"\d[.e]")
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 def canonical(message: Any, index: int = 0) -> dict[str, Any]:
@@ -118,32 +117,6 @@ def reply_message(reply: Reply) -> dict[str, Any]:
     if reply.reasoning:
         message["reasoning"] = reply.reasoning
     return message
-
-
-def read_reply(text: str, turn_id: int, *, has_tools: bool) -> Reply:
-    """Split sampled text into what is said and the tool calls in it.
-
-    Only `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call, and only where tools
-    were offered; anything malformed stays text.
-    """
-    if not has_tools:
-        return Reply(text)
-    calls: list[ToolCall] = []
-
-    def take(found: re.Match[str]) -> str:
-        try:
-            call = json.loads(found[1])
-        except (ValueError, RecursionError):  # no JSON, or nested as no caller nests
-            return found[0]
-        arguments = call.get("arguments", {})
-        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-            return found[0]
-        call_id = f"call_{turn_id}_{len(calls)}"
-        calls.append(ToolCall(call_id, call["name"], json.dumps(arguments)))
-        return ""
-
-    rest = _TOOL_CALL.sub(take, text)
-    return Reply(rest.rstrip() if calls else text, tuple(calls))
 
 
 def _fields(message: Any) -> Mapping[str, Any]:

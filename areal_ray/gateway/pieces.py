@@ -4,10 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from areal_ray.core.turn import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's tool definitions, as the client offered them."""
+
+Ids = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class Block:
     """Characters it takes; at least 1."""
     calls: tuple[FoundCall, ...] = ()
     """None: those characters are text."""
+    text: str = ""
+    """What is said in it before its calls."""
 
 
 class ToolFormat(Protocol):
@@ -62,10 +69,9 @@ class ToolFormat(Protocol):
     reply reads the same in whatever chunks it comes.
     """
 
-    markers: tuple[str, ...]
-    """Special tokens it is written with, which decoding would hide."""
-    closer: str
-    """Nothing of a block is decided before this text is seen; "" = before the turn's end."""
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens it is written with, which decoding would hide."""
 
     def begins(self, text: str, *, is_start: bool) -> int:
         """Where a block, or what may yet become one, begins in `text`; its length if nowhere.

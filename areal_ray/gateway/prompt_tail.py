@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_ray.core.turn import Reply
-from areal_ray.gateway.messages import read_reply, reply_message
+from areal_ray.gateway.messages import reply_message
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.turn_matching import conversation_key
 from areal_ray.gateway.turn_record import ReplyReader
@@ -21,17 +20,6 @@ TOKENS_MERGE = "the tokenizer merges across the turn border"
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
-
-
-class PlainReader:
-    """Reads replies of agents in process: ChatML-style tool calls, reasoning left in the text."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self.decode = template.decode
-
-    def read(self, text: str, tools: Tools, prompt_ids: Any, key: str = "") -> Reply:
-        """See `turn_record.ReplyReader`."""
-        return read_reply(text, int(key), has_tools=bool(tools))
 
 
 def text_digest(text: str) -> bytes:
@@ -89,7 +77,7 @@ class PromptTail:
         said = said.removesuffix(close)
         if not body.startswith(said + close):
             return None
-        again = self._reader.read(said, tools, parent.prompt_ids(), str(parent.turn_id))
+        again = self._reader.read(said, tools, parent.prompt_ids(), parent.handle)
         same = conversation_key(reply_message(again)) == parent.reply.key
         return len(said) if same else None
 

@@ -28,12 +28,13 @@ from areal_ray.gateway.prompt_tail import (
     TEMPLATE_REWROTE_TURN,
     TOKENS_MERGE,
     TOOLS_CHANGED,
-    PlainReader,
     PromptTail,
     text_digest,
 )
 from areal_ray.gateway.record_policy import IN_PROCESS, RecordPolicy
+from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.text_stream import before_stop
 from areal_ray.gateway.turn_matching import AGENT_EDITED, Place, find_place, recorded_key
 from areal_ray.gateway.turn_record import ReplyReader, TurnRecord, taken_up, written_down
 from areal_ray.gateway.turn_tree import MessageNode, Turn
@@ -75,7 +76,7 @@ class Recorder:
     ) -> None:
         self._template = template
         self._policy = policy
-        self._reader: ReplyReader = reader or PlainReader(template)
+        self._reader: ReplyReader = reader or ReplyFormat(template)
         self._tail = PromptTail(template, self._reader)
         self._root = MessageNode(None, (), {})
         self._open: dict[int, Turn] = {}
@@ -174,9 +175,8 @@ class Recorder:
         """
         opened = self._open.pop(turn.turn_id)
         self._keep(opened, sampled)
-        opened.text = _before(opened.sampled_text, stop)
-        key = opened.handle or str(opened.turn_id)
-        reply = self._reader.read(opened.text, opened.tools, turn.prompt_ids, key)
+        opened.text, _ = before_stop(opened.sampled_text, stop)
+        reply = self._reader.read(opened.text, opened.tools, turn.prompt_ids, opened.handle)
         message = reply_message(reply)
         opened.settle((recorded_key(message, self._policy), message))
         self._turns.append(opened)
@@ -322,8 +322,3 @@ def _length_without_padding(ids: list[int], template: ChatTemplate) -> int:
     if pad is None or num_rest < 1 or ids[first + 1 :].count(pad) < num_rest:
         return len(ids)
     return first + 1
-
-
-def _before(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
