@@ -339,9 +339,7 @@ class Answer:
             _, stop_text = before_stop(answers.reply_format.decode(ids), self._stop)
         num_reasoning = 0
         if reply.reasoning:
-            num_reasoning = answers.reply_format.count_reasoning_tokens(
-                ids, part.turn.prompt_ids.tolist()
-            )
+            num_reasoning = answers.reply_format.count_reasoning_tokens(ids, part.turn.prompt_ids)
         return Choice(
             text=reply.text,
             reasoning=reply.reasoning,

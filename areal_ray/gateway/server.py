@@ -93,12 +93,12 @@ class _BoundedProtocol(HttpToolsProtocol):
     _num_head_bytes: int | None = 0
     """Of the request that is coming; None once its headers are there."""
 
-    def data_received(self, data: bytes) -> None:  # uvicorn's name
+    def data_received(self, piece: bytes) -> None:
         """Hang up on a head that does not end."""
-        super().data_received(data)
+        super().data_received(piece)
         if self._num_head_bytes is None:
             return
-        self._num_head_bytes += len(data)
+        self._num_head_bytes += len(piece)
         if self._num_head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The headers do not end.")
 

@@ -45,7 +45,7 @@ class TurnReader:
         self._index = index
         self._text = TextStream(reply_format.decode, stop)
         self._parser = reply_format.parser(
-            shown_tools(call), turn.prompt_ids.tolist(), turn.handle, max_calls(call)
+            shown_tools(call), turn.prompt_ids, turn.handle, max_calls(call)
         )
         self._wants_logprobs = call.logprobs
         self._untold: list[TokenLogprob] = []

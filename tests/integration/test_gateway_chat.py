@@ -190,6 +190,31 @@ def test_a_malformed_call_is_told_somehow_and_recorded_whole(text):
     run([Said(text)], test, chat_template=SHOWS_CALLS)
 
 
+def test_reasoning_comes_apart_from_the_text_streamed_and_whole_and_is_counted():
+    async def test(gateway: Gateway) -> None:
+        reply = await whole(gateway, messages=HELLO)
+        options = {"include_usage": True}
+        chunks = await streamed(gateway, messages=HELLO, stream_options=options)
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        assert thought.strip() == "17 and 25."
+        assert reply.choices[0].message.reasoning_content == thought
+        assert joined(chunks) == reply.choices[0].message.content
+        assert reply.choices[0].message.content.strip() == "42"
+        counted = reply.usage.completion_tokens_details.reasoning_tokens
+        assert 0 < counted < reply.usage.completion_tokens
+        assert chunks[-1].usage == reply.usage
+        answer = {"role": "assistant", "content": "42"}  # stripped, the reasoning dropped
+        await whole(gateway, messages=[*HELLO, answer, *HELLO])
+        second, third = gateway.sampler.requests[1:]
+        turn = gateway.sampler.sampled[second.request_id]
+        seen = [*second.prompt_ids.tolist(), *turn.token_ids.tolist()]
+        assert third.prompt_ids.tolist()[: len(seen)] == seen
+
+    thinks = "{# <think> </think> #}" + SHOWS_CALLS
+    run([Said("<think>\n17 and 25.\n</think>\n\n42\n")], test, chat_template=thinks)
+
+
 def test_one_call_alone_is_told_where_parallel_ones_are_not_wanted():
     async def test(gateway: Gateway) -> None:
         body = {"messages": HELLO, "tools": [TOOL], "parallel_tool_calls": False}

@@ -11,6 +11,7 @@ import aiohttp
 import openai
 import pytest
 
+from areal_ray.gateway.answer import CallLimits
 from areal_ray.gateway.app import make_app
 from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.server import GatewayServer
@@ -126,8 +127,6 @@ def test_a_reader_that_stalls_holds_up_nobody_and_is_given_up():
         assert gateway.service.counts.num_gone == 1
         writer.close()
         assert reader is not None
-
-    from areal_ray.gateway.answer import CallLimits
 
     run(
         [Said("and so on " * 4000, chunk_tokens=64)],
