@@ -211,8 +211,9 @@ def test_reasoning_comes_apart_from_the_text_streamed_and_whole_and_is_counted()
         seen = [*second.prompt_ids.tolist(), *turn.token_ids.tolist()]
         assert third.prompt_ids.tolist()[: len(seen)] == seen
 
-    thinks = "{# <think> </think> #}" + SHOWS_CALLS
-    run([Said("<think>\n17 and 25.\n</think>\n\n42\n")], test, chat_template=thinks)
+    thought = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content | trim }}\n</think>\n\n{% endif %}"
+    thinks = SHOWS_CALLS.replace("{{ m.content }}", thought + "{{ m.content }}")
+    run([Said("<think>\n17 and 25.\n</think>\n\n42")], test, chat_template=thinks)
 
 
 def test_one_call_alone_is_told_where_parallel_ones_are_not_wanted():
