@@ -84,7 +84,6 @@ class Recorder:
         """Closed or broken off, in that order."""
         self._num_opened = 0
         self._last_prompt: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._last_text: str | None = None
         self.splits: Counter[str] = Counter()
         """Conversations that stopped extending their record, by reason."""
         self.deviations: Counter[str] = Counter()
@@ -145,8 +144,7 @@ class Recorder:
         else:
             turn.caller = self._caller(place, called_by)
         ids = self._prompt(turn, place, rendered)
-        self.splits.update([turn.split] if turn.split else ())
-        self.deviations.update(turn.deviations)
+        self._count(turn)
         self._last_prompt = ids
         return PromptedTurn(turn.turn_id, ids, turn.handle)
 
@@ -236,8 +234,7 @@ class Recorder:
         turn.text = turn.sampled_text[:shown]
         self._num_opened = max(self._num_opened, turn.turn_id + 1)
         self._turns.append(turn)
-        self.splits.update([turn.split] if turn.split else ())
-        self.deviations.update(turn.deviations)
+        self._count(turn)
         self._last_prompt = turn.prompt_ids()
         if turn.reply is not None:
             self.last_reply = Reply(_said(turn))
@@ -263,11 +260,16 @@ class Recorder:
                 return turn.prompt_ids()
             is_offer = tail == TEMPLATE_REWROTE_PAST and parent.tools_digest != turn.tools_digest
             turn.split = TOOLS_CHANGED if is_offer else tail
-        if turn.split:
-            _log.debug("record splits: %s", turn.split)
         ids = self._template.encode_array(rendered)
         turn.share(place.node.owner, ids)
         return ids
+
+    def _count(self, turn: Turn) -> None:
+        if turn.split:
+            self.splits[turn.split] += 1
+            _log.debug("record splits: %s", turn.split)
+        if turn.deviations:
+            self.deviations.update(turn.deviations)
 
     def _keep(self, turn: Turn, sampled: SampledTurn) -> None:
         ids = sampled.token_ids.tolist()

@@ -70,21 +70,22 @@ def find_place(
     if policy.is_tolerant:
         read = [_with_marks(message, index) for index, message in enumerate(messages)]
         return _Finder(turns, policy).find(root, read)
-    plain = [canonical(message, index) for index, message in enumerate(messages)]
-    place = Place(root, [], ())
-    at, rest = root, 0
-    for message in plain:
-        below = at.children.get(message_key(message))
+    plain: list[Mapping[str, Any]] = [
+        canonical(message, index) for index, message in enumerate(messages)
+    ]
+    keys = [message_key(message) for message in plain]
+    place, at = Place(root, plain, ()), root
+    for index, key in enumerate(keys):
+        below = at.children.get(key)
         if below is None:
             break
-        at, rest = below, rest + 1
-        if below.replies:
-            place.continues = max(below.replies, key=lambda turn: turn.turn_id)
-        place.messages.append(below.message)
-    new = [(message_key(message), message) for message in plain[rest:]]
-    place.node, place.new = at, new
-    place.messages += plain[rest:]
-    place.has_past = any(message["role"] == "assistant" for message in plain)
+        at = below
+        plain[index] = at.message
+        if at.replies:
+            place.continues = max(at.replies, key=lambda turn: turn.turn_id)
+    place.node = at
+    place.new = new = list(zip(keys, plain, strict=True))[at.depth :]
+    place.has_past = any(key[0] == "assistant" for key in keys)
     if new and at.depth and at.children and any(_is_reply(message) for _, message in new):
         place.reason = AGENT_EDITED
     return place

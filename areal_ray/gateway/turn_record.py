@@ -1,5 +1,7 @@
 """One turn as it is written down, so that a record survives its process."""
 
+import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +19,13 @@ _PLAIN_FACTS = (
     *("call", "num_prompt", "is_extension", "rendered_length", "has_tools", "has_end", "split"),
     *("speaker", "opened_at", "abort_reason"),
 )
+_COLUMNS = (
+    ("added_ids", "<i4"),
+    ("token_ids", "<i4"),
+    ("logprobs", "<f4"),
+    ("versions", "<i4"),
+)
+_HEAD = struct.Struct("<I")  # length of the JSON head
 _LINKS = ("caller", "continues", "reappeared")
 
 
@@ -137,3 +146,34 @@ def taken_up(
 
 def _id(turn: Turn | None) -> int:
     return -1 if turn is None else turn.turn_id
+
+
+def encode_turn(record: TurnRecord) -> bytes:
+    """A record as bytes: a JSON head, then its arrays."""
+    head = {
+        name: getattr(record, name) for name in TurnRecord.__slots__ if name not in dict(_COLUMNS)
+    }
+    arrays = [getattr(record, name).astype(dtype, copy=False) for name, dtype in _COLUMNS]
+    head["lengths"] = [len(array) for array in arrays]
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return b"".join((_HEAD.pack(len(text)), text, *(array.tobytes() for array in arrays)))
+
+
+def decode_turn(buffer: bytes | memoryview) -> TurnRecord:
+    """Inverse of `encode_turn`.
+
+    Raises:
+        ValueError: The buffer is no turn record or is cut short.
+    """
+    try:
+        (length,) = _HEAD.unpack_from(buffer)
+        place = _HEAD.size + length
+        head = json.loads(bytes(buffer[_HEAD.size : place]))
+        for (name, dtype), count in zip(_COLUMNS, head.pop("lengths"), strict=True):
+            head[name] = np.frombuffer(buffer, dtype, count, place)
+            place += head[name].nbytes
+        head["messages"] = tuple(head["messages"])
+        head["stop_reason"] = StopReason(head["stop_reason"])
+        return TurnRecord(**head)
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"turn record is damaged or cut short: {error}") from error
