@@ -211,7 +211,8 @@ def test_reasoning_comes_apart_from_the_text_streamed_and_whole_and_is_counted()
         seen = [*second.prompt_ids.tolist(), *turn.token_ids.tolist()]
         assert third.prompt_ids.tolist()[: len(seen)] == seen
 
-    thought = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content | trim }}\n</think>\n\n{% endif %}"
+    thought = "<think>\n{{ m.reasoning_content | trim }}\n</think>\n\n"
+    thought = f"{{% if m.reasoning_content %}}{thought}{{% endif %}}"
     thinks = SHOWS_CALLS.replace("{{ m.content }}", thought + "{{ m.content }}")
     run([Said("<think>\n17 and 25.\n</think>\n\n42")], test, chat_template=thinks)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from areal_ray.core.turn import PromptedTurn, Reply, ToolCall
+from areal_ray.core.turn import PromptedTurn
 from areal_ray.gateway.call import CallHints
-from areal_ray.gateway.messages import read_reply
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
 from tests.support.templates import ScriptedTurn, letter_tokenizer
 
@@ -30,25 +30,6 @@ TOOLS = [
 EXTRA_TOOL = {"type": "function", "function": {"name": "more", "parameters": {}}}
 
 
-class ThinkReader:
-    """Reads `<think>` and tool calls, with ids of calls made of the turn's key."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self.decode = template.decode
-
-    def read(self, text: str, tools: Any, prompt_ids: Any, key: str = "") -> Reply:
-        """See `ReplyReader`."""
-        reasoning, mark, rest = text.partition("</think>")
-        if not (mark and reasoning.startswith("<think>")):
-            reasoning, rest = "", text
-        plain = read_reply(rest, 0, has_tools=bool(tools))
-        calls = tuple(
-            ToolCall(f"call{key}x{index}", call.name, call.arguments)
-            for index, call in enumerate(plain.tool_calls)
-        )
-        return Reply(plain.text, calls, reasoning.removeprefix("<think>"))
-
-
 class RecordedModel:
     """Records what a client asks and a script answers, and keeps the engine's own log."""
 
@@ -62,7 +43,7 @@ class RecordedModel:
 
     def fresh_recorder(self) -> Recorder:
         """An empty recorder of the same kind."""
-        return Recorder(self.template, self.policy, ThinkReader(self.template))
+        return Recorder(self.template, self.policy, ReplyFormat(self.template))
 
     def open(self, messages: Any, tools: Any = None, **headers: str) -> PromptedTurn:
         """Open a turn; header names with _ for -."""
