@@ -187,7 +187,11 @@ class Answer:
         self._record = record
         num_prompt_tokens = len(turns[0].prompt_ids)
         self.opening = CallOpening(
-            secrets.token_hex(16), int(time.time()), call.model, num_prompt_tokens
+            secrets.token_hex(16),
+            int(time.time()),
+            call.model,
+            num_prompt_tokens,
+            handle=turns[0].handle,
         )
         limits = answers.limits
         wanted = min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)

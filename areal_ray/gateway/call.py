@@ -53,6 +53,12 @@ class Call:
     include_usage: bool = False
     """Chat alone: a last chunk with the usage."""
     hints: CallHints = field(default_factory=CallHints)
+    prompt: str | None = None
+    """Raw text in place of `messages`: in no template, and its reply is text alone."""
+    is_stored: bool = False
+    """Whether a later call may go on from the reply by naming it."""
+    num_instructions: int = 0
+    """How many of the first messages hold for this call alone, not for one that goes on from it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the dialect has to echo and nothing else reads."""
 
@@ -165,6 +171,8 @@ class CallOpening:
     model: str
     num_prompt_tokens: int
     num_cached_tokens: int = 0
+    handle: str = ""
+    """Of the first choice, as `Choice.handle`."""
 
 
 class CallError(Exception):
@@ -218,7 +226,7 @@ class Dialect(Protocol):
     """A wire format. Stateless."""
 
     name: str
-    """chat, responses or messages."""
+    """chat, completions, responses or messages."""
     paths: tuple[str, ...]
     """Of POST requests, without a `/v1` before them."""
 
