@@ -138,7 +138,7 @@ class Answers:
             400,
             "context_length_exceeded",
             f"This model's maximum context length is {context} tokens, of which at least 1 is for "
-            f"the reply; your messages resulted in {num_prompt_tokens} tokens. Prompt is too long: "
+            f"the reply; your messages resulted in {num_prompt_tokens} tokens: prompt is too long: "
             f"{num_prompt_tokens} tokens > {context - 1} maximum. Shorten them",
             param="messages",
         )
