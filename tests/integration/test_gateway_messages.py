@@ -38,14 +38,14 @@ def client(gateway: Gateway) -> AsyncAnthropic:
 async def whole(gateway: Gateway, **body: Any) -> Any:
     """The message to a call that is not streamed."""
     async with client(gateway) as sdk:
-        return await sdk.messages.create(**{"model": "m", "max_tokens": 64, **body})
+        return await sdk.messages.create(**{"model": "m", "max_tokens": 512, **body})
 
 
 async def final(gateway: Gateway, **body: Any) -> Any:
     """What the SDK's stream helper makes of a streamed call."""
     async with (
         client(gateway) as sdk,
-        sdk.messages.stream(**{"model": "m", "max_tokens": 64, **body}) as stream,
+        sdk.messages.stream(**{"model": "m", "max_tokens": 512, **body}) as stream,
     ):
         return await stream.get_final_message()
 
@@ -89,7 +89,7 @@ def test_a_plain_stream_is_one_text_block_and_no_tool_block_whatever_tools_there
             assert "".join(deltas) == "hi"
             start, end = events[0][1]["message"], events[-2][1]
             assert start["usage"]["input_tokens"] == end["usage"]["input_tokens"] > 0
-            assert end["usage"]["output_tokens"] == 3
+            assert end["usage"]["output_tokens"] == 2
             assert end["delta"]["stop_reason"] == "end_turn"
             assert start["id"].startswith("msg_")
             assert start["model"] == "m"
@@ -215,7 +215,7 @@ def test_claude_codes_moving_marks_and_late_system_messages_branch_nothing():
         assert "Waiting" not in text
         assert "web_search" not in text
 
-    run([TURN, TURN, FINAL], test, chat_template=SHOWS_ALL, limits=CallLimits(64, 4096))
+    run([TURN, TURN, FINAL], test, chat_template=SHOWS_ALL, limits=CallLimits(512, 4096))
 
 
 def test_a_tail_that_moves_is_a_branch_and_both_calls_keep_their_own_prompts():

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from areal_ray.gateway.answer import CallLimits
 from tests.support.gateway import Gateway, serving
 
 HELLO = "What is 17 plus 25?"
@@ -23,6 +24,7 @@ SHOWS_ALL = (
 
 def run(script: Any, test: Callable[[Gateway], Awaitable[None]], **options: Any) -> None:
     """Serve the script and let the test at it."""
+    options = {"limits": CallLimits(512, 4096), **options}
 
     async def go() -> None:
         async with asyncio.timeout(120), serving(script, **options) as gateway:
