@@ -59,6 +59,8 @@ BROAD_EXCEPTS = {
     "engines/engine_loop.py": "the loop's end: every turn it held comes back with the cause",
     "engines/vllm_generation.py": "vLLM, which raises what it likes: told as ours, with the cause",
     "engines/vllm_serving.py": "vLLM, which raises what it likes: the turn comes back with it",
+    "engines/vllm_tool_format.py": "vLLM's parser, which raises what it likes: it stays text",
+    "gateway/app.py": "the edge: a defect of ours is logged, and the client told to try again",
     "preflight.py": "code that a recipe names",
     "model_function.py": "the function of model.create",
     "agents/hub.py": "the hub's client and its transports, which raise what they like",

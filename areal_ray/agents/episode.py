@@ -9,7 +9,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,9 @@ Agent = Callable[..., Awaitable[float | None]]
 _REASON_CHARACTERS = 300
 _GRACE_S = 1.0
 """For a cancelled agent to end."""
+
+
+_TOOL_PARSER = r"^(auto|none|hermes|qwen3_coder|llama3|mistral|vllm:[a-z0-9_.-]+)$"
 
 
 class AgentConfig(Config):
@@ -48,6 +51,12 @@ class AgentConfig(Config):
     """Fresh attempts at a sibling episode that failed; 0 if the agent's side effects forbid it."""
     num_cpus: float = Field(0.0, ge=0.0)
     """CPU cores reserved for each AgentActor; 0 where agents mostly wait."""
+    tool_parser: Annotated[str, Field(pattern=_TOOL_PARSER)] = "auto"
+    """How the model writes tool calls: hermes (also Qwen's), qwen3_coder, llama3, mistral,
+    vllm:NAME (vLLM's parser of that name), none, or auto: by its chat template."""
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "seed"] = "auto"
+    """Marks around the model's reasoning, which is no part of a reply's text: think =
+    <think>...</think>; auto: those that its chat template has."""
 
 
 class EnvError(Exception):

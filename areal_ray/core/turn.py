@@ -4,7 +4,7 @@ These are the nouns that the chat client (agents) and the recorder (gateway) sha
 `GenerationResult` satisfies `SampledTurn` as it stands.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text, as on OpenAI's wire."""
+    """JSON text, as on OpenAI's wire; as sampled where that is JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,10 @@ class Reply:
     """What the model said in one turn, read back from its tokens."""
 
     text: str
-    """Without stop and padding tokens, up to a stop string; tool calls removed."""
+    """Without stop and padding tokens, up to a stop string; reasoning and tool calls removed."""
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """What the model thought before it spoke, where its template tells the two apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class PromptedTurn:
     """Index of the model call in its episode."""
     prompt_ids: NDArray[np.int32]
     """[P]"""
+    handle: str = ""
+    """Names the turn to clients: 20 hexadecimal digits, unique for ever; "" in process."""
 
 
 class TurnRecorder(Protocol):
@@ -84,3 +88,58 @@ class TurnRecorder(Protocol):
         self, turn: PromptedTurn, sampled: SampledTurn, stop: Sequence[str] = ()
     ) -> Reply:
         """Record what was sampled for `turn` and read it back, up to a stop string."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One turn to sample, for a `TurnSampler`."""
+
+    request_id: str
+    """Unique for ever; what a retry of the same turn is known by."""
+    prompt_ids: NDArray[np.int32]
+    """[P]"""
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    prefix_key: str = ""
+    """Turns with the same non-empty key begin alike."""
+    temperature: float | None = None
+    """None = the run's; so with top_p. Others are for serving without training alone."""
+    top_p: float | None = None
+
+
+class TurnChunk(Protocol):
+    """What a streamed turn sampled since its last chunk; arrays of the same length N >= 1."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[N]"""
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """[N]"""
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        """[N]"""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """The last thing of a streamed turn: all of it."""
+
+    sampled: SampledTurn
+
+
+class TurnSampler(Protocol):
+    """Samples turns for the gateway: the rollout fleet, or a script in tests.
+
+    Raises:
+        ArealRayError: The turn cannot be sampled; the message names it.
+    """
+
+    async def sample(self, request: TurnRequest) -> SampledTurn:
+        """The whole turn. Cancelling the call aborts it."""
+
+    def stream(self, request: TurnRequest) -> AsyncGenerator[TurnChunk | TurnEnd, None]:
+        """The turn as it is sampled; `TurnEnd` last. Closing the generator aborts it."""

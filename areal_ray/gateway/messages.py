@@ -10,12 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_ray.core.turn import Reply, ToolCall
+from areal_ray.core.turn import Reply
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
+ConversationKey = tuple[Any, ...]
+"""A `MessageKey`, or one with a text of reasoning behind it."""
+
+RAW = "raw"
+"""Role of a prompt that is in no template; of ours alone, clients cannot send it."""
+
 _READ = {"role", "content", "tool_calls", "tool_call_id", "name"}
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_FRACTION = re.compile(r"\d[.e]")
 
 
 def canonical(message: Any, index: int = 0) -> dict[str, Any]:
@@ -72,45 +78,48 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
     if "tool_calls" not in message:
         return message["role"], text, ()
     calls = tuple(
-        (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
+        (call["function"]["name"], _arguments_key(call["function"]["arguments"]))
         for call in message["tool_calls"]
     )
     return message["role"], text, calls
 
 
+def _arguments_key(arguments: Any) -> str:
+    """Equal for equal JSON, also where a client writes 1.0 as 1 (all JavaScript does)."""
+    text = json.dumps(arguments, sort_keys=True)
+    if not _FRACTION.search(text):
+        return text
+    return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def reply_key(reply: Reply) -> MessageKey:
     """`message_key` of the assistant message that `reply` becomes."""
     calls = tuple(
-        (call.name, json.dumps(json.loads(call.arguments), sort_keys=True))
-        for call in reply.tool_calls
+        (call.name, _arguments_key(json.loads(call.arguments))) for call in reply.tool_calls
     )
     return "assistant", reply.text.strip(), calls
 
 
-def read_reply(text: str, turn_id: int, *, has_tools: bool) -> Reply:
-    """Split sampled text into what is said and the tool calls in it.
-
-    Only `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call, and only where tools
-    were offered; anything malformed stays text.
-    """
-    if not has_tools:
-        return Reply(text)
-    calls: list[ToolCall] = []
-
-    def take(found: re.Match[str]) -> str:
-        try:
-            call = json.loads(found[1])
-        except (ValueError, RecursionError):  # no JSON, or nested as no caller nests
-            return found[0]
-        arguments = call.get("arguments", {})
-        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-            return found[0]
-        call_id = f"call_{turn_id}_{len(calls)}"
-        calls.append(ToolCall(call_id, call["name"], json.dumps(arguments)))
-        return ""
-
-    rest = _TOOL_CALL.sub(take, text)
-    return Reply(rest.rstrip() if calls else text, tuple(calls))
+def reply_message(reply: Reply) -> dict[str, Any]:
+    """The canonical assistant message that `reply` becomes."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in reply.tool_calls
+        ]
+    if reply.reasoning:
+        message["reasoning"] = reply.reasoning
+    return message
 
 
 def _fields(message: Any) -> Mapping[str, Any]:

@@ -7,10 +7,11 @@ and the record *splits*: a new branch, whose repeated past carries no loss, so t
 token is trained once. Splits are counted by reason.
 """
 
+import json
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,108 +19,146 @@ from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason, Trajectory
 from areal_ray.core.turn import PromptedTurn, Reply, SampledTurn
-from areal_ray.gateway.messages import MessageKey, canonical, message_key, read_reply, reply_key
+from areal_ray.gateway.call import CallHints
+from areal_ray.gateway.call_labels import said_label, speaker
+from areal_ray.gateway.episode_export import EpisodeExport, Style, TurnOutline, unsampled
+from areal_ray.gateway.messages import RAW, reply_message
+from areal_ray.gateway.prompt_tail import (
+    TEMPLATE_REWROTE_PAST,
+    TEMPLATE_REWROTE_TURN,
+    TOKENS_MERGE,
+    TOOLS_CHANGED,
+    PromptTail,
+    text_digest,
+)
+from areal_ray.gateway.record_policy import IN_PROCESS, RecordPolicy
+from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.text_stream import before_stop
+from areal_ray.gateway.turn_matching import AGENT_EDITED, Place, find_place, recorded_key
+from areal_ray.gateway.turn_record import ReplyReader, TurnRecord, taken_up, written_down
+from areal_ray.gateway.turn_tree import MessageNode, Turn
+
+__all__ = [
+    "AGENT_EDITED",
+    "TEMPLATE_REWROTE_PAST",
+    "TEMPLATE_REWROTE_TURN",
+    "TOKENS_MERGE",
+    "TOOLS_CHANGED",
+    "Recorder",
+]
 
 _log = logging.getLogger(__name__)
 
-Messages = Sequence[Mapping[str, Any]]
+_MOST_TURNS = 1 << 15
+"""Calls of an episode that its trajectories can number."""
 
-TEMPLATE_REWROTE_PAST = "the template rewrote earlier turns"
-TEMPLATE_REWROTE_TURN = "the template rewrote the assistant turn"
-AGENT_EDITED = "the agent edited the history"
-TOKENS_MERGE = "the tokenizer merges across the turn border"
-
-
-@dataclass(slots=True)
-class _Turn:
-    """One sampled turn and the prompt it was sampled from."""
-
-    turn_id: int
-    parent: "_Turn | None"
-    """The turn this one's prompt extends token by token."""
-    prompt_ids: NDArray[np.int32]
-    rendered: str
-    """The prompt as the template wrote it."""
-    keys: tuple[MessageKey, ...]
-    """Of the messages in the prompt; the reply's own once sampled."""
-    has_tools: bool
-    caller: int = -1
-    """Branch of the agent that called this one as its sub-agent; -1 = the main agent's."""
-    branch_id: int = -1
-    text: str = ""
-    """What the agent was shown of the sampled text, tool calls and all."""
-    sampled_text: str = ""
-    """The same with the stop string that ended it."""
-    token_ids: NDArray[np.int32] | None = None
-    logprobs: NDArray[np.float32] | None = None
-    versions: NDArray[np.int32] | None = None
-    stop_reason: StopReason = StopReason.ABORT
-    has_end: bool = False
-    """Whether the end of the turn was sampled."""
-    is_extended: bool = False
-    """Whether a later turn already continues this branch from here."""
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Recorder:
     """Record of one episode; satisfies `core.turn.TurnRecorder`.
 
-    open_turn and close_turn may interleave between sub-agents; a turn that is never closed (its
-    request failed or was cancelled) leaves no trace.
+    Open and closed turns may interleave as they like; a turn that is never closed nor broken off
+    leaves no trace. For one thread alone.
+
+    Args:
+        template: Renders and encodes.
+        policy: What counts as sent again, and what trains.
+        reader: Reads sampled tokens back; None = as an agent in process has them.
     """
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        policy: RecordPolicy = IN_PROCESS,
+        reader: ReplyReader | None = None,
+    ) -> None:
         self._template = template
-        self._open: dict[int, _Turn] = {}
-        self._turns: list[_Turn] = []
+        self._policy = policy
+        self._reader: ReplyReader = reader or ReplyFormat(template)
+        self._tail = PromptTail(template, self._reader)
+        self._root = MessageNode(None, (), {})
+        self._open: dict[int, Turn] = {}
+        self._turns: list[Turn] = []
+        """Closed or broken off, in that order."""
         self._num_opened = 0
-        self._num_branches = 0
         self._last_prompt: NDArray[np.int32] = np.zeros(0, np.int32)
         self.splits: Counter[str] = Counter()
         """Conversations that stopped extending their record, by reason."""
+        self.deviations: Counter[str] = Counter()
+        """Calls whose history differed from the record that they still matched, by how."""
         self.last_reply = Reply("")
         """What the model said last."""
 
     @property
     def last_stop_reason(self) -> StopReason:
-        """Why the last sampled turn ended; ABORT if none was."""
+        """Why the last turn ended; ABORT if none was sampled."""
         return self._turns[-1].stop_reason if self._turns else StopReason.ABORT
 
     @property
     def num_turns(self) -> int:
-        """Turns sampled so far."""
+        """Turns closed or broken off so far."""
         return len(self._turns)
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Turns that do not train, by reason: `untaken`, `aborted`, or what the call was for."""
+        return EpisodeExport(self._turns, self._policy).left_out()
 
     def open_turn(
         self,
         messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         called_by: int | None = None,
+        *,
+        hints: CallHints | None = None,
     ) -> PromptedTurn:
         """Fix the prompt of the next model call; see `core.turn.TurnRecorder`.
 
+        Args:
+            messages: The whole conversation, as the client sends it.
+            tools: What the model may call.
+            called_by: Of a sub-agent, `turn_id` of the closed turn that called it.
+            hints: What a client behind the gateway says of the call.
+
         Raises:
-            ValueError: A message cannot be read or the template refuses the conversation.
+            ValueError: A message cannot be read, the template refuses the conversation, or the
+                episode has had as many calls as its trajectories can number.
         """
-        plain = [canonical(message, index) for index, message in enumerate(messages)]
-        keys = tuple(message_key(message) for message in plain)
-        rendered = self._template.render(plain, tools)
-        parent = self._parent_of(keys)
-        caller = self._caller(parent or self._begun(keys), called_by)
-        ids, parent = self._prompt(parent, plain, keys, rendered, tools)
-        turn = _Turn(
-            turn_id=self._num_opened,
-            parent=parent,
-            prompt_ids=ids,
-            rendered=rendered,
-            keys=keys,
-            has_tools=bool(tools),
-            caller=caller,
-        )
-        self._num_opened += 1
-        self._open[turn.turn_id] = turn
+        if self._num_opened >= _MOST_TURNS:
+            raise ValueError(f"the session has made {_MOST_TURNS} calls, the most. Start another")
+        place = find_place(self._root, messages, self._turns, self._policy)
+        rendered = self._template.render(place.messages, tools)
+        turn = self._new_turn(place.node)
+        turn.new_messages = place.new
+        turn.tools, turn.has_tools = tools, bool(tools)
+        turn.rendered_length, turn.rendered_digest = len(rendered), text_digest(rendered)
+        turn.continues, turn.reappeared = place.continues, place.reappeared
+        turn.deviations = place.deviations
+        if self._policy.is_tolerant:
+            hints = hints or CallHints()
+            turn.said_label, turn.speaker = said_label(place.messages, hints), speaker(hints)
+            if tools:
+                turn.tools_digest = text_digest(json.dumps(tools, sort_keys=True))
+        else:
+            turn.caller = self._caller(place, called_by)
+        ids = self._prompt(turn, place, rendered)
+        self._count(turn)
         self._last_prompt = ids
-        return PromptedTurn(turn.turn_id, ids)
+        return PromptedTurn(turn.turn_id, ids, turn.handle)
+
+    def sibling_turn(self, turn: PromptedTurn) -> PromptedTurn:
+        """Another choice of an open call: the same prompt, sampled once more."""
+        first = self._open[turn.turn_id]
+        other = self._new_turn(first.prompt)
+        for name in (
+            *("call", "new_messages", "tools", "has_tools", "tools_digest", "base", "num_shared"),
+            *("added_ids", "num_prompt", "is_extension", "rendered_length", "rendered_digest"),
+            *("caller", "continues", "reappeared", "said_label", "speaker"),
+        ):
+            setattr(other, name, getattr(first, name))
+        return PromptedTurn(other.turn_id, turn.prompt_ids, other.handle)
 
     def close_turn(
         self, turn: PromptedTurn, sampled: SampledTurn, stop: Sequence[str] = ()
@@ -133,180 +172,152 @@ class Recorder:
                 that continues this one has it in its prompt, as it was sampled.
         """
         opened = self._open.pop(turn.turn_id)
-        ids = sampled.token_ids.tolist()
-        count = _length_without_padding(ids, self._template)
-        opened.token_ids = np.asarray(sampled.token_ids[:count], np.int32)
-        opened.logprobs = np.asarray(sampled.logprobs[:count], np.float32)
-        opened.versions = np.asarray(sampled.versions[:count], np.int32)
-        opened.stop_reason = sampled.stop_reason
-        opened.has_end = count > 0 and ids[count - 1] in self._template.end_ids
-        opened.sampled_text = self._template.decode(ids[: count - opened.has_end])
-        opened.text = _before(opened.sampled_text, stop)
-        reply = read_reply(opened.text, opened.turn_id, has_tools=opened.has_tools)
-        parent = opened.parent
-        if parent is None or parent.is_extended:  # another turn got there first: fork
-            opened.branch_id = self._num_branches
-            self._num_branches += 1
+        self._keep(opened, sampled)
+        opened.text, _ = before_stop(opened.sampled_text, stop)
+        if opened.last_message().get("role") == RAW:
+            reply = Reply(opened.text)
         else:
-            opened.branch_id = parent.branch_id
-            parent.is_extended = True
-        opened.keys = (*opened.keys, reply_key(reply))
+            reply = self._reader.read(opened.text, opened.tools, turn.prompt_ids, opened.handle)
+        message = reply_message(reply)
+        opened.settle((recorded_key(message, self._policy), message))
         self._turns.append(opened)
         self.last_reply = reply
         return reply
 
-    def trajectories(self, **fields: Any) -> list[Trajectory]:
-        """One a branch, in the order they began; a prompt without samples if nothing was sampled.
+    def abort_turn(self, turn: PromptedTurn, sampled: SampledTurn | None, reason: str) -> None:
+        """An open turn was broken off: keep what was sampled of it so far, if anything was.
 
         Args:
-            fields: The same on every branch: names, outcome, reward, times.
+            turn: From `open_turn`.
+            sampled: The tokens so far, those that never reached the client included.
+            reason: Why, in a few words.
         """
-        fields = {"final_text": self.last_reply.text, **fields}
-        if not self._turns:
-            return [_unsampled(self._last_prompt, fields)]
-        leaves = sorted(
-            (turn for turn in self._turns if not turn.is_extended), key=lambda turn: turn.branch_id
-        )
-        return [self._trajectory(leaf, fields) for leaf in leaves]
+        opened = self._open.pop(turn.turn_id)
+        if sampled is not None:
+            self._keep(opened, sampled)
+            opened.text = opened.sampled_text
+        opened.stop_reason = StopReason.ABORT
+        opened.abort_reason = reason
+        opened.settle(None)
+        self._turns.append(opened)
 
-    # -- prompts -------------------------------------------------------------------------------
-
-    def _parent_of(self, keys: tuple[MessageKey, ...]) -> _Turn | None:
-        """The latest turn whose whole conversation, its reply included, begins `keys`."""
-        if not self._turns:
-            return None
-        matching = (turn for turn in self._turns if keys[: len(turn.keys)] == turn.keys)
-        return max(matching, key=lambda turn: (len(turn.keys), turn.turn_id), default=None)
-
-    def _prompt(
-        self,
-        parent: _Turn | None,
-        messages: Messages,
-        keys: tuple[MessageKey, ...],
-        rendered: str,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> tuple[NDArray[np.int32], _Turn | None]:
-        if parent is None:
-            begun = self._begun(keys)
-            if begun is not None and begun.keys[:-1] != keys:
-                self._split(AGENT_EDITED)
-            return self._template.encode_array(rendered), None
-        tail = self._tail(parent, messages, rendered, tools)
-        if not isinstance(tail, str):
-            assert parent.token_ids is not None
-            return np.concatenate((parent.prompt_ids, parent.token_ids, tail)), parent
-        self._split(tail)
-        return self._template.encode_array(rendered), None
-
-    def _begun(self, keys: tuple[MessageKey, ...]) -> _Turn | None:
-        """The latest turn of the conversation that an unmatched one sends again or has changed."""
-        begun = [turn for turn in self._turns if turn.keys[0] == keys[0]]
-        resent = [turn for turn in begun if turn.keys[:-1] == keys]
-        has_past = any(key[0] == "assistant" for key in keys)
-        return next(reversed(resent or (begun if has_past else [])), None)
-
-    def _caller(self, origin: _Turn | None, called_by: int | None) -> int:
-        """Branch that the agent of a conversation was called from.
+    def trajectories(self, style: Style = "concat", **fields: Any) -> list[Trajectory]:
+        """What trains; a prompt without samples if nothing does.
 
         Args:
-            origin: A turn of the same conversation.
+            style: concat: one a branch, the main line's first. individual: one a turn.
+            fields: The same on every trajectory: names, outcome, reward, times.
+        """
+        export = EpisodeExport(self._turns, self._policy)
+        last = export.last_of_main() if self._policy.is_tolerant else None
+        text = self.last_reply.text if last is None else _said(last)
+        fields = {"final_text": text, **fields}
+        return export.trajectories(style, fields) or [unsampled(self._last_prompt, fields)]
+
+    def outline(self) -> list[TurnOutline]:
+        """The tree of turns, without tokens, in the order they were opened."""
+        return EpisodeExport(self._turns, self._policy).outline()
+
+    def turn_record(self, turn_id: int) -> TurnRecord:
+        """What a closed or broken-off turn added, for `replay`.
+
+        Raises:
+            KeyError: It is not closed.
+        """
+        for turn in reversed(self._turns):
+            if turn.turn_id == turn_id:
+                return written_down(turn)
+        raise KeyError(f"turn {turn_id}: is not closed; must be one of the closed turns")
+
+    def replay(self, record: TurnRecord) -> None:
+        """Take up a turn of an earlier process; all of them in their order give it all again."""
+        turn = taken_up(record, self._root, self._turns, self._policy)
+        turn.sampled_text = self._reader.decode(turn.token_ids[: _num_said(turn)].tolist())
+        shown = record.facts["num_shown"]
+        turn.text = turn.sampled_text[:shown]
+        self._num_opened = max(self._num_opened, turn.turn_id + 1)
+        self._turns.append(turn)
+        self._count(turn)
+        self._last_prompt = turn.prompt_ids()
+        if turn.reply is not None:
+            self.last_reply = Reply(_said(turn))
+
+    # -- turns ---------------------------------------------------------------------------------
+
+    def _new_turn(self, prompt: MessageNode) -> Turn:
+        handle = secrets.token_hex(10) if self._policy.is_tolerant else ""
+        turn = Turn(self._num_opened, handle, prompt)
+        turn.opened_at = len(self._turns)
+        self._num_opened += 1
+        self._open[turn.turn_id] = turn
+        return turn
+
+    def _prompt(self, turn: Turn, place: Place, rendered: str) -> NDArray[np.int32]:
+        """Fix the prompt's ids, by what they add to the record."""
+        parent = place.continues
+        turn.split = place.reason
+        if parent is not None:
+            tail = self._tail.ids(parent, place.messages, rendered, turn.tools)
+            if not isinstance(tail, str):
+                turn.extend(parent, tail)
+                return turn.prompt_ids()
+            is_offer = tail == TEMPLATE_REWROTE_PAST and parent.tools_digest != turn.tools_digest
+            turn.split = TOOLS_CHANGED if is_offer else tail
+        ids = self._template.encode_array(rendered)
+        turn.share(place.node.owner, ids)
+        return ids
+
+    def _count(self, turn: Turn) -> None:
+        if turn.split:
+            self.splits[turn.split] += 1
+            _log.debug("record splits: %s", turn.split)
+        if turn.deviations:
+            self.deviations.update(turn.deviations)
+
+    def _keep(self, turn: Turn, sampled: SampledTurn) -> None:
+        ids = sampled.token_ids.tolist()
+        count = _length_without_padding(ids, self._template)
+        turn.token_ids = np.array(sampled.token_ids[:count], np.int32)
+        turn.logprobs = np.array(sampled.logprobs[:count], np.float32)
+        turn.versions = np.array(sampled.versions[:count], np.int32)
+        turn.stop_reason = sampled.stop_reason
+        turn.has_end = count > 0 and ids[count - 1] in self._template.end_ids
+        turn.sampled_text = self._reader.decode(ids[: count - turn.has_end])
+
+    def _caller(self, place: Place, called_by: int | None) -> Turn | None:
+        """A turn of the agent that a conversation was called by.
+
+        Args:
+            place: Of the conversation.
             called_by: Turn of the caller, where the client tells it.
         """
         if called_by is not None:
-            return next(turn.branch_id for turn in self._turns if turn.turn_id == called_by)
+            return next(turn for turn in self._turns if turn.turn_id == called_by)
+        origin = place.continues or _begun(place, self._turns)
         if origin is not None:
             return origin.caller
         # What begins anew beside the main agent's conversation counts as called by that.
-        return next((turn.branch_id for turn in self._turns if turn.caller < 0), -1)
+        return next((turn for turn in self._turns if turn.caller is None), None)
 
-    def _tail(
-        self,
-        parent: _Turn,
-        messages: Messages,
-        rendered: str,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> NDArray[np.int32] | str:
-        """Ids to append to the parent's prompt and samples, or why they cannot be extended."""
-        if not rendered.startswith(parent.rendered):
-            return TEMPLATE_REWROTE_PAST
-        body = rendered[len(parent.rendered) :]
-        length = self._length_as_rendered(parent, messages, body, tools)
-        if length is None:
-            return TEMPLATE_REWROTE_TURN
-        closing = body[length:]
-        assert parent.token_ids is not None
-        if parent.has_end:
-            end = self._template.token_text(int(parent.token_ids[-1]))
-            closing = closing.removeprefix(end)
-        elif self._merges(parent.sampled_text, closing):
-            return TOKENS_MERGE
-        return self._template.encode_array(closing)
 
-    def _length_as_rendered(
-        self,
-        parent: _Turn,
-        messages: Messages,
-        body: str,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> int | None:
-        """Characters that the parent's reply takes at the start of `body`; None if rewritten."""
-        for spelling in (parent.text, parent.text.strip()):
-            if body.startswith(spelling + self._template.turn_close):
-                return len(spelling)
-        # Not as sampled: find where the template ends the turn, and see whether it says the same.
-        upto = messages[: len(parent.keys)]
-        whole = self._template.render(upto, tools, add_generation_prompt=False)
-        close = self._template.turn_close
-        said = whole.removeprefix(parent.rendered).removesuffix(close)
-        if not whole.startswith(parent.rendered) or not body.startswith(said + close):
-            return None
-        again = read_reply(said, parent.turn_id, has_tools=parent.has_tools)
-        return len(said) if reply_key(again) == parent.keys[-1] else None
+def _begun(place: Place, turns: Sequence[Turn]) -> Turn | None:
+    """The latest turn of the conversation that an unmatched one sends again or has changed."""
+    if not place.node.depth:
+        return None
+    first = place.node.path()[0]
+    begun = [turn for turn in reversed(turns) if turn.prompt.path()[0] is first]
+    resent = [turn for turn in begun if not place.new and turn.prompt is place.node]
+    return next(iter(resent or (begun if place.has_past else ())), None)
 
-    def _merges(self, said: str, closing: str) -> bool:
-        """Whether encoding both at once differs from one after the other at the border."""
-        if not said or not closing or self._template.starts_with_special(closing):
-            return False
-        encode = self._template.encode
-        return encode(said + closing) != encode(said) + encode(closing)
 
-    def _split(self, reason: str) -> None:
-        self.splits[reason] += 1
-        _log.debug("record splits: %s", reason)
+def _said(turn: Turn) -> str:
+    assert turn.reply is not None
+    text: str = turn.reply.message["content"]
+    return text
 
-    def _trajectory(self, leaf: _Turn, fields: Mapping[str, Any]) -> Trajectory:
-        assert leaf.token_ids is not None
-        total = len(leaf.prompt_ids) + len(leaf.token_ids)
-        token_ids = np.concatenate([leaf.prompt_ids, leaf.token_ids])
-        mask = np.zeros(total, np.bool_)
-        logprobs = np.zeros(total, np.float32)
-        versions = np.empty(total, np.int32)
-        versions.fill(-1)
-        turn_ids = np.empty(total, np.int16)
-        turn_ids.fill(-1)
-        turn: _Turn | None = leaf
-        while turn is not None and turn.branch_id == leaf.branch_id:
-            assert turn.token_ids is not None
-            assert turn.logprobs is not None
-            assert turn.versions is not None
-            start = len(turn.prompt_ids)
-            span = slice(start, start + len(turn.token_ids))
-            mask[span] = True
-            logprobs[span] = turn.logprobs
-            versions[span] = turn.versions
-            turn_ids[span] = turn.turn_id
-            turn = turn.parent  # a parent on another branch is trained there
-        return Trajectory(
-            token_ids=token_ids,
-            loss_mask=mask,
-            behaviour_logprobs=logprobs,
-            versions=versions,
-            turn_ids=turn_ids,
-            branch_id=leaf.branch_id,
-            parent_branch_id=leaf.caller,
-            stop_reason=leaf.stop_reason,
-            **fields,
-        )
+
+def _num_said(turn: Turn) -> int:
+    return len(turn.token_ids) - turn.has_end
 
 
 def _length_without_padding(ids: list[int], template: ChatTemplate) -> int:
@@ -317,21 +328,3 @@ def _length_without_padding(ids: list[int], template: ChatTemplate) -> int:
     if pad is None or num_rest < 1 or ids[first + 1 :].count(pad) < num_rest:
         return len(ids)
     return first + 1
-
-
-def _before(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
-
-
-def _unsampled(prompt_ids: NDArray[np.int32], fields: Mapping[str, Any]) -> Trajectory:
-    length = len(prompt_ids)
-    return Trajectory(
-        token_ids=prompt_ids,
-        loss_mask=np.zeros(length, np.bool_),
-        behaviour_logprobs=np.zeros(length, np.float32),
-        versions=np.full(length, -1, np.int32),
-        turn_ids=np.full(length, -1, np.int16),
-        stop_reason=StopReason.ABORT,
-        **fields,
-    )

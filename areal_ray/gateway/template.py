@@ -4,9 +4,11 @@ Templates write their own special tokens, so nothing is ever added beside them.
 """
 
 import functools
+import hashlib
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.errors import DataError
-from areal_ray.gateway.messages import conversation
+from areal_ray.gateway.messages import RAW, conversation
 
 _KEPT_TEXTS = 512
 _KEPT_CHARACTERS = 8192
@@ -48,15 +50,19 @@ class ChatTemplate:
                 f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}: has no chat "
                 "template. Use an instruction-tuned checkpoint or add one to its tokenizer"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._source = source
         self.pad_id: int | None = tokenizer.pad_token_id
         self.end_ids: frozenset[int] = frozenset(
             i for i in (tokenizer.eos_token_id, *_turn_enders(tokenizer)) if i is not None
         )
         """Ids that end a turn: the tokenizer's eos and ChatML's."""
-        self._specials = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+        added = tokenizer.added_tokens_decoder
+        self._specials = tuple(token.content for token in added.values())
+        self._hidden = {number: token.content for number, token in added.items() if token.special}
         self._encode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._encode)
+        self._short_ids = re.search(r"length\s*!=\s*9\b", str(source)) is not None
+        """Mistral's templates refuse ids of calls that have not nine characters."""
         self._compiled = _compile(tokenizer, source)
         self._backend = _plain_backend(tokenizer)
         self._names = dict(tokenizer.special_tokens_map)
@@ -84,11 +90,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation as text. `messages` are canonical (`gateway.messages`).
+        """The conversation as text. `messages` are canonical (`gateway.messages`); a raw prompt
+        alone is its own text.
 
         Raises:
             ValueError: The template refuses the conversation.
         """
+        if len(messages) == 1 and messages[0]["role"] == RAW:
+            return str(messages[0]["content"])
         key = None if tools else _short_key(messages, add_generation_prompt)
         if key is not None and key in self._rendered:
             return self._rendered[key]
@@ -107,12 +116,12 @@ class ChatTemplate:
     ) -> str:
         from jinja2 import TemplateError
 
-        shown = [_for_template(message) for message in messages]
+        shown = [_for_template(message, self._short_ids) for message in messages]
         asked = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
             if shown and not tools and self._compiled is not None:
                 return str(self._compiled.render({**self._names, **asked, "messages": shown}))
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 shown,
                 tools=[_sorted(tool) for tool in tools] if tools else None,
                 chat_template=self._source,
@@ -139,7 +148,7 @@ class ChatTemplate:
         if self._backend is not None:
             listed = self._backend.encode(text, add_special_tokens=False).ids
         else:
-            listed = self._tokenizer.encode(text, add_special_tokens=False)
+            listed = self.tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(listed, np.int32)
         ids.flags.writeable = False
         return ids
@@ -156,8 +165,21 @@ class ChatTemplate:
         """Length of `prompt_ids`, the messages as a task source gives them."""
         return len(self.prompt_ids(conversation(messages)))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
+    @property
+    def source(self) -> str:
+        """The template itself, in Jinja."""
+        return str(self._source)
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of those of the given texts that are special tokens, which `decode` leaves out."""
+        wanted = set(texts)
+        return frozenset(number for number, text in self._hidden.items() if text in wanted)
+
+    def decode(self, ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
+        """Text of `ids` without special tokens but for those of `shown`."""
+        if not shown.isdisjoint(ids):
+            seen = [i for i in ids if i in shown or i not in self._hidden]
+            return self._decode(seen, False)
         short = len(ids) <= _KEPT_TOKENS
         return self._decode_kept(tuple(ids), True) if short else self._decode(ids, True)
 
@@ -167,7 +189,7 @@ class ChatTemplate:
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
-            self._tokenizer.decode(
+            self.tokenizer.decode(
                 list(ids),
                 skip_special_tokens=skip_special_tokens,
                 clean_up_tokenization_spaces=False,
@@ -311,8 +333,10 @@ def _sorted(value: Any) -> Any:
     return value
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any], short_ids: bool) -> dict[str, Any]:
     shown = dict(message)
+    if "reasoning" in shown:
+        shown["reasoning_content"] = shown.pop("reasoning")  # as templates name it
     if "tool_calls" in shown:
         shown["tool_calls"] = [
             {
@@ -324,4 +348,14 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
             }
             for call in shown["tool_calls"]
         ]
+    if short_ids:
+        for named in (shown, *shown.get("tool_calls", ())):
+            for key in named.keys() & {"id", "tool_call_id"}:
+                named[key] = _nine_letters(named[key])
     return shown
+
+
+def _nine_letters(call_id: str) -> str:
+    if len(call_id) == 9 and call_id.isalnum():
+        return call_id
+    return hashlib.blake2s(call_id.encode(), digest_size=5).hexdigest()[:9]

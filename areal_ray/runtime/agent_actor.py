@@ -39,6 +39,7 @@ from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
+from areal_ray.runtime.reply_format import reply_format
 from areal_ray.runtime.rollout_client import RolloutClient
 from areal_ray.telemetry.episodes import EpisodeLog, episode_lines, without_secrets
 
@@ -105,6 +106,7 @@ class AgentActor:
         self._agent = resolve(config.run, search, where="agent.run")
         check_agent(self._agent, config)
         self._template = ChatTemplate.from_folder(model_path)
+        self._reader = reply_format(self._template, config)
         self._limits = ChatLimits(
             max_new_tokens=sampling.max_new_tokens,
             context_tokens=context_tokens or model_context_tokens(model_path),
@@ -208,7 +210,7 @@ class AgentActor:
         return attempts
 
     async def _attempt(self, task: Task, group_id: str, episode_id: str, seed: int) -> _Attempt:
-        recorder = Recorder(self._template)
+        recorder = Recorder(self._template, reader=self._reader)
         sample = functools.partial(self._sample, (group_id, episode_id), seed)
         client = ChatClient(recorder, sample, self._limits)
         self._num_episodes += 1

@@ -101,3 +101,27 @@ def test_a_tokenizer_without_chat_template_is_a_data_error():
 def test_a_folder_without_tokenizer_is_a_data_error_naming_it(tmp_path):
     with pytest.raises(DataError, match=str(tmp_path)):
         ChatTemplate.from_folder(tmp_path)
+
+
+def test_templates_that_want_ids_of_nine_characters_get_the_same_one_for_call_and_result():
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}({{ c.id }}){% endfor %}"
+        "{% if m.role == 'tool' %}[{{ m.tool_call_id }}]{% endif %}{% endfor %}"
+    )
+    function = {"name": "add", "arguments": {}}
+
+    def render(call_id: str) -> str:
+        call = {"id": call_id, "type": "function", "function": function}
+        return ChatTemplate(letter_tokenizer(), source).render(
+            [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "1", "tool_call_id": call_id},
+            ]
+        )
+
+    shown = render("call" + "a" * 32)
+    assert shown[1:10].isalnum()
+    assert shown == f"({shown[1:10]})[{shown[1:10]}]"
+    assert render("call" + "b" * 32) != shown
+    assert render("AbC123xyz") == "(AbC123xyz)[AbC123xyz]"

@@ -1,0 +1,399 @@
+"""Model calls answered: prompt from the record, tokens from the sampler, reply read back.
+
+`Answers.begin` fixes the prompts of a call, which is where it can still be refused. What it returns
+samples: `whole` at once, `events` as it goes. Whatever ends it early, a client that went away or a
+sampler that failed, every turn it opened is closed or aborted in its record.
+
+Waits for: the sampler; unblocked by its answer, its error, or the call's cancellation.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_ray.core.seeds import derive_seed
+from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import (
+    PromptedTurn,
+    Reply,
+    SampledTurn,
+    TurnChunk,
+    TurnEnd,
+    TurnRequest,
+    TurnSampler,
+)
+from areal_ray.errors import ArealRayError
+from areal_ray.gateway.call import (
+    Call,
+    CalledTool,
+    CallError,
+    CallEvent,
+    CallOpening,
+    CallReply,
+    Choice,
+    ChoiceEnd,
+)
+from areal_ray.gateway.door import SessionRecord
+from areal_ray.gateway.messages import canonical
+from areal_ray.gateway.reply_parser import ReplyFormat
+from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.text_stream import before_stop
+from areal_ray.gateway.turn_reader import TurnReader, max_calls, shown_tools, token_logprobs
+
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What the run allows a call."""
+
+    max_new_tokens: int
+    """Of one choice; also where a call names none. More is clamped."""
+    context_tokens: int
+    """Prompt and sampled tokens together."""
+    max_choices: int = 16
+    stop: tuple[str, ...] = ()
+    """Texts that end every turn; a call may add others."""
+
+
+class Answers:
+    """Answers calls of any session.
+
+    Args:
+        template: Of the model that samples.
+        reply_format: How it writes its replies.
+        sampler: Who samples.
+        limits: What a call may ask for.
+        seed: The run's; with the session and the turn it gives the seed of each turn.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        reply_format: ReplyFormat,
+        sampler: TurnSampler,
+        *,
+        limits: CallLimits,
+        seed: int = 0,
+    ) -> None:
+        self.template = template
+        self.reply_format = reply_format
+        self.sampler = sampler
+        self.limits = limits
+        self.seed = seed
+
+    def begin(self, call: Call, record: SessionRecord) -> "Answer":
+        """Fix the prompts of a call.
+
+        Raises:
+            CallError: 400: a message cannot be read, the template refuses the conversation, the
+                prompt leaves no room to answer, or too many choices are asked for.
+        """
+        if call.n > self.limits.max_choices:
+            raise CallError(
+                400,
+                "invalid_value",
+                f"n: is {call.n}; must be <= {self.limits.max_choices}",
+                param="n",
+            )
+        recorder = record.recorder
+        try:
+            turn = recorder.open_turn(call.messages, shown_tools(call), hints=call.hints)
+        except ValueError as error:
+            raise self._refusal(call, error) from error
+        try:
+            room = self._room(len(turn.prompt_ids))
+        except CallError:
+            recorder.abort_turn(turn, None, "the prompt fills the context")
+            raise
+        others = [recorder.sibling_turn(turn) for _ in range(call.n - 1)]
+        return Answer(self, call, record, [turn, *others], room)
+
+    def count_prompt_tokens(self, call: Call) -> int:
+        """Tokens of the prompt that a call would have if nothing of it were recorded.
+
+        Raises:
+            CallError: 400, as of `begin`.
+        """
+        try:
+            plain = [canonical(message, index) for index, message in enumerate(call.messages)]
+            return len(self.template.prompt_ids(plain, shown_tools(call)))
+        except ValueError as error:
+            raise self._refusal(call, error) from error
+
+    def _room(self, num_prompt_tokens: int) -> int:
+        """Tokens that the context leaves."""
+        context = self.limits.context_tokens
+        if num_prompt_tokens < context:
+            return context - num_prompt_tokens
+        # Agents know an overflow by either text, and read the bound from it.
+        raise CallError(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {context} tokens, of which at least 1 is for "
+            f"the reply; your messages resulted in {num_prompt_tokens} tokens: prompt is too long: "
+            f"{num_prompt_tokens} tokens > {context - 1} maximum. Shorten them",
+            param="messages",
+        )
+
+    def _refusal(self, call: Call, error: ValueError) -> CallError:
+        """Why no prompt could be made, with the message at fault."""
+        where, _, _ = str(error).partition(":")
+        if where.startswith("messages["):
+            return CallError(400, "invalid_value", str(error), param=where)
+        plain = [canonical(message, index) for index, message in enumerate(call.messages)]
+        for length in range(1, len(plain) + 1):
+            try:
+                self.template.render(plain[:length], add_generation_prompt=False)
+            except ValueError:
+                where = f"messages[{length - 1}]"
+                return CallError(400, "invalid_value", f"{where}: {error}", param=where)
+        return CallError(400, "invalid_value", f"messages: {error}", param="messages")
+
+
+@dataclass(slots=True)
+class _Part:
+    """One choice of a call on its way."""
+
+    index: int
+    turn: PromptedTurn
+    request: TurnRequest
+    come: list[TurnChunk] = field(default_factory=list)
+    """Chunks of a stream so far."""
+    is_over: bool = False
+    """Whether the record knows how it ended."""
+
+
+class Answer:
+    """One call whose prompts are fixed; sampled once, by `whole` or by `events`."""
+
+    def __init__(
+        self,
+        answers: Answers,
+        call: Call,
+        record: SessionRecord,
+        turns: Sequence[PromptedTurn],
+        room: int,
+    ) -> None:
+        self._answers = answers
+        self._call = call
+        self._record = record
+        num_prompt_tokens = len(turns[0].prompt_ids)
+        self.opening = CallOpening(
+            secrets.token_hex(16),
+            int(time.time()),
+            call.model,
+            num_prompt_tokens,
+            handle=turns[0].handle,
+        )
+        limits = answers.limits
+        wanted = min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
+        self._stop = tuple(dict.fromkeys((*limits.stop, *call.stop)))
+        self._parts = [
+            _Part(index, turn, self._request(turn, index, wanted))
+            for index, turn in enumerate(turns)
+        ]
+        self.reply: CallReply | None = None
+        """The whole, once all was sampled."""
+
+    def _request(self, turn: PromptedTurn, index: int, max_new_tokens: int) -> TurnRequest:
+        call, record = self._call, self._record
+        is_free = not record.is_trained
+        if call.seed is None:
+            seed = derive_seed(self._answers.seed, record.session_id, turn.turn_id)
+        else:
+            seed = derive_seed(call.seed, index)
+        return TurnRequest(
+            request_id=f"{self.opening.id}-{index}",
+            prompt_ids=turn.prompt_ids,
+            max_new_tokens=max_new_tokens,
+            stop=self._stop,
+            seed=seed,
+            prefix_key=record.prefix_key or record.session_id,
+            temperature=call.temperature if is_free else None,
+            top_p=call.top_p if is_free else None,
+        )
+
+    async def whole(self) -> CallReply:
+        """Sample all choices.
+
+        Raises:
+            CallError: 503 if the sampler fails.
+        """
+        if len(self._parts) == 1:
+            return self._replied([await self._sampled(self._parts[0])])
+        tasks = [asyncio.create_task(self._sampled(part)) for part in self._parts]
+        try:
+            return self._replied(await asyncio.gather(*tasks))
+        finally:
+            await _ended(tasks)
+
+    async def events(self) -> AsyncGenerator[list[CallEvent], None]:
+        """What is sampled, as it comes; `reply` is there after the last of it.
+
+        Raises:
+            CallError: 503 if the sampler fails.
+        """
+        ends: dict[int, Choice] = {}
+        source = self._streamed(self._parts[0]) if len(self._parts) == 1 else self._merged()
+        async with aclosing(source):
+            async for events in source:
+                for event in events:
+                    if isinstance(event, ChoiceEnd):
+                        ends[event.choice] = event.whole
+                yield events
+        self._replied([ends[index] for index in range(len(self._parts))])
+
+    def abandon(self, reason: str) -> None:
+        """End whatever is not over; harmless if all is."""
+        for part in self._parts:
+            self._abort(part, reason)
+
+    # -- one choice ----------------------------------------------------------------------------
+
+    async def _sampled(self, part: _Part) -> Choice:
+        try:
+            sampled = await self._answers.sampler.sample(part.request)
+        except ArealRayError as error:
+            self._abort(part, str(error))
+            raise _failed(error) from error
+        except asyncio.CancelledError:
+            self._abort(part, "the call was cancelled")
+            raise
+        return self._closed(part, sampled)
+
+    async def _streamed(self, part: _Part) -> AsyncGenerator[list[CallEvent], None]:
+        answers = self._answers
+        reader = TurnReader(
+            answers.template,
+            answers.reply_format,
+            self._call,
+            part.turn,
+            part.index,
+            stop=self._stop,
+        )
+        try:
+            async with aclosing(answers.sampler.stream(part.request)) as chunks:
+                async for chunk in chunks:
+                    if isinstance(chunk, TurnEnd):
+                        choice = self._closed(part, chunk.sampled)
+                        yield reader.end(chunk.sampled, choice)
+                        return
+                    part.come.append(chunk)
+                    if events := reader.feed(chunk):
+                        yield events
+        except ArealRayError as error:
+            self._abort(part, str(error))
+            raise _failed(error) from error
+        finally:
+            self._abort(part, "the call was cancelled")
+
+    async def _merged(self) -> AsyncGenerator[list[CallEvent], None]:
+        """The events of all choices, in the order they come."""
+        come: asyncio.Queue[list[CallEvent] | CallError | None] = asyncio.Queue()
+
+        async def pump(part: _Part) -> None:
+            try:
+                async with aclosing(self._streamed(part)) as source:
+                    async for events in source:
+                        come.put_nowait(events)
+            except CallError as error:
+                come.put_nowait(error)
+            else:
+                come.put_nowait(None)
+
+        tasks = [asyncio.create_task(pump(part)) for part in self._parts]
+        try:
+            num_running = len(tasks)
+            while num_running:
+                events = await come.get()
+                if isinstance(events, CallError):
+                    raise events
+                if events is None:
+                    num_running -= 1
+                else:
+                    yield events
+        finally:
+            await _ended(tasks)
+
+    def _closed(self, part: _Part, sampled: SampledTurn) -> Choice:
+        part.is_over = True
+        reply = self._record.recorder.close_turn(part.turn, sampled, self._stop)
+        return self._choice(part, sampled, reply)
+
+    def _abort(self, part: _Part, reason: str) -> None:
+        if not part.is_over:
+            part.is_over = True
+            self._record.recorder.abort_turn(part.turn, _joined(part.come), reason)
+
+    def _choice(self, part: _Part, sampled: SampledTurn, reply: Reply) -> Choice:
+        answers, call = self._answers, self._call
+        ids: list[int] = sampled.token_ids.tolist()
+        told = reply.tool_calls[: max_calls(call)]
+        reason = sampled.stop_reason
+        stop_text = ""
+        if self._stop and reason is StopReason.STOP:
+            _, stop_text = before_stop(answers.reply_format.decode(ids), self._stop)
+        num_reasoning = 0
+        if reply.reasoning:
+            num_reasoning = answers.reply_format.count_reasoning_tokens(ids, part.turn.prompt_ids)
+        return Choice(
+            text=reply.text,
+            reasoning=reply.reasoning,
+            tool_calls=tuple(CalledTool(one.id, one.name, one.arguments) for one in told),
+            stop_reason=StopReason.TOOL_CALLS if told and reason is StopReason.STOP else reason,
+            stop_text=stop_text,
+            handle=part.turn.handle,
+            logprobs=tuple(token_logprobs(answers.template, sampled)) if call.logprobs else (),
+            num_tokens=len(ids),
+            num_reasoning_tokens=num_reasoning,
+        )
+
+    def _replied(self, choices: Sequence[Choice]) -> CallReply:
+        opening = self.opening
+        self.reply = CallReply(
+            opening.id,
+            opening.created_s,
+            opening.model,
+            tuple(choices),
+            opening.num_prompt_tokens,
+            opening.num_cached_tokens,
+        )
+        return self.reply
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledSoFar:
+    """What came of a turn that was broken off; arrays of the same length N."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    stop_reason: StopReason = StopReason.ABORT
+
+
+def _joined(chunks: Sequence[TurnChunk]) -> SampledTurn | None:
+    if not chunks:
+        return None
+    return _SampledSoFar(
+        np.concatenate([chunk.token_ids for chunk in chunks]),
+        np.concatenate([chunk.logprobs for chunk in chunks]),
+        np.concatenate([chunk.versions for chunk in chunks]),
+    )
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failed(error: ArealRayError) -> CallError:
+    return CallError(503, "engine_error", f"sampling: {error}", retry_after_s=_RETRY_S)

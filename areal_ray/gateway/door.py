@@ -1,0 +1,72 @@
+"""Who may call, and into which session's record.
+
+The gateway's sessions stand behind a `Door`; `OpenDoor` serves without them: every call is recorded
+by itself and forgotten with its answer.
+"""
+
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from areal_ray.gateway.call import CallError, CallHints
+from areal_ray.gateway.recorder import Recorder
+
+
+@dataclass(slots=True)
+class SessionRecord:
+    """What a session's calls are answered from and recorded in."""
+
+    session_id: str
+    recorder: Recorder
+    is_trained: bool = False
+    """Its tokens have to be sampled as the run samples: a client's temperature is passed over."""
+    prefix_key: str = ""
+    """Prompts of the session begin alike; empty = of this session alone."""
+
+
+class Door(Protocol):
+    """Lets calls in."""
+
+    async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
+        """The record that a call belongs to.
+
+        Args:
+            key: As the client sent it; empty if it sent none.
+            path_session: Of a path `/s/SESSION/...`; empty of others.
+            hints: What the client says of the call.
+
+        Raises:
+            CallError: 401, 404 (no such session), 409, 410 (it is over) or 429.
+        """
+
+    def leave(self, record: SessionRecord) -> None:
+        """The call is over, however it ended; once for each `enter` that returned."""
+
+
+class OpenDoor:
+    """Lets everybody in who has the key, each call with a record of its own.
+
+    Args:
+        new_recorder: Makes an empty record.
+        key: What clients have to send; empty = anything, also nothing.
+    """
+
+    def __init__(self, new_recorder: Callable[[], Recorder], key: str = "") -> None:
+        self._new_recorder = new_recorder
+        self._key = key.encode()
+
+    async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
+        """See `Door.enter`; a session in the path means nothing here."""
+        if self._key and not hmac.compare_digest(key.encode(), self._key):
+            said = "is not the one of this server" if key else "is missing"
+            raise CallError(
+                401,
+                "invalid_api_key",
+                f"API key: {said}. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            )
+        return SessionRecord(secrets.token_hex(12), self._new_recorder())
+
+    def leave(self, record: SessionRecord) -> None:
+        """See `Door.leave`; the record is forgotten with the call."""

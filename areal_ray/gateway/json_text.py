@@ -1,0 +1,78 @@
+"""JSON as it was written: the values of an object beside their own text."""
+
+import json
+import re
+from typing import Any
+
+_BLANK = re.compile(r"[ \t\n\r]*")
+
+
+def _refuse(constant: str) -> Any:
+    raise json.JSONDecodeError(f"{constant} is no JSON", constant, 0)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+class Unfinished(ValueError):
+    """The text ends inside a string."""
+
+
+def after_blank(text: str, start: int) -> int:
+    """The first place from `start` on that is no blank of JSON's."""
+    blank = _BLANK.match(text, start)
+    assert blank is not None
+    return blank.end()
+
+
+def value_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at `start`, and where it ends.
+
+    Raises:
+        Unfinished: The text ends inside one of its strings.
+        ValueError: There is none, it is nested too deep, or it could not be sent as UTF-8.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        if "\\u" in text[start:end]:  # may be half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            raise Unfinished from error
+        raise
+    except RecursionError as error:
+        raise ValueError("is nested too deep") from error
+    return value, end
+
+
+def object_at(text: str, start: int = 0) -> tuple[dict[str, tuple[Any, str]], int]:
+    """The JSON object that begins at `start`: name -> value and its text; and where it ends.
+
+    Raises:
+        Unfinished: The text ends inside one of its strings.
+        ValueError: There is none.
+    """
+    fields: dict[str, tuple[Any, str]] = {}
+    at = after_blank(text, start)
+    _expect(text, at, "{")
+    at = after_blank(text, at + 1)
+    if text[at : at + 1] == "}":
+        return fields, at + 1
+    while True:
+        _expect(text, at, '"')
+        name, at = value_at(text, at)
+        at = after_blank(text, at)
+        _expect(text, at, ":")
+        start = after_blank(text, at + 1)
+        value, end = value_at(text, start)
+        fields[name] = (value, text[start:end])
+        at = after_blank(text, end)
+        if text[at : at + 1] == "}":
+            return fields, at + 1
+        _expect(text, at, ",")
+        at = after_blank(text, at + 1)
+
+
+def _expect(text: str, at: int, mark: str) -> None:
+    if text[at : at + 1] != mark:
+        raise ValueError(f"has {text[at : at + 1]!r} at {at}; must be {mark}")

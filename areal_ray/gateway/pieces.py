@@ -1,0 +1,91 @@
+"""What a reply is told in while it is sampled, and how its format is plugged in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_ray.core.turn import ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+"""OpenAI's tool definitions, as the client offered them."""
+
+Ids = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """More of what is said."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """More of what is thought."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A tool call, whole: what is malformed stays text, which shows at its end alone."""
+
+    index: int
+    """Of the call in its turn."""
+    call: ToolCall
+
+
+Piece = TextPiece | ReasoningPiece | CallPiece
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCall:
+    """A tool call as a format reads it."""
+
+    name: str
+    arguments: str
+    """JSON text of an object, as sampled where that is JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a format made of the start of a text."""
+
+    length: int
+    """Characters it takes; at least 1."""
+    calls: tuple[FoundCall, ...] = ()
+    """None: those characters are text."""
+    text: str = ""
+    """What is said in it before its calls."""
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes tool calls. Stateless.
+
+    What it decides of a text it must decide alike of every longer text that begins so: then a
+    reply reads the same in whatever chunks it comes.
+    """
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens it is written with, which decoding would hide."""
+
+    def begins(self, text: str, *, is_start: bool) -> int:
+        """Where a block, or what may yet become one, begins in `text`; its length if nowhere.
+
+        Args:
+            text: Not yet told.
+            is_start: Whether nothing but blanks was told before it.
+        """
+
+    def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
+        """What `text`, which begins where `begins` says, holds; None = more has to come first.
+
+        Args:
+            text: From the block's beginning on.
+            tools: What was offered.
+            is_whole: Nothing more comes: never None then.
+        """

@@ -1,0 +1,288 @@
+"""Sampled text -> reasoning, what is said, and tool calls; whole or as it is sampled."""
+
+import hashlib
+import secrets
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from areal_ray.core.turn import Reply, ToolCall
+from areal_ray.gateway.pieces import (
+    CallPiece,
+    Ids,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    ToolFormat,
+    Tools,
+)
+from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.tool_formats import TOOL_FORMATS, guess_tool_format, len_held
+
+REASONING_MARKS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
+}
+_TAIL_TOKENS = 16
+"""Of a prompt, where it may open the reasoning."""
+
+
+class ReplyFormat:
+    """How the model of a template writes its replies.
+
+    Args:
+        template: Whose model samples.
+        tool_parser: A name of `TOOL_FORMATS`, "auto" (guessed from the template's source), "none",
+            or a format of one's own.
+        reasoning_parser: A name of `REASONING_MARKS`, "auto" or "none".
+
+    Raises:
+        ValueError: There is no parser of that name.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tool_parser: str | ToolFormat = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        self._template = template
+        self._tools = _tool_format(tool_parser, template.source)
+        self._marks = _reasoning_marks(reasoning_parser, template.source)
+        markers = (*(self._tools.markers if self._tools else ()), *(self._marks or ()))
+        self._shown = template.special_ids(markers) - template.end_ids - {template.pad_id}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens but for those that replies are parsed by."""
+        return self._template.decode(ids, self._shown)
+
+    def parser(
+        self,
+        tools: Tools | None,
+        prompt_ids: Ids,
+        key: str = "",
+        max_calls: int | None = None,
+    ) -> "ReplyParser":
+        """For the reply to one prompt.
+
+        Args:
+            tools: What was offered (none of them with `tool_choice: none`); without any, nothing
+                is a call.
+            prompt_ids: [P] where its end opens the reasoning, the reply begins inside it.
+            key: Unique for ever; the same key gives the same ids of calls. "" = random ids.
+            max_calls: Further calls are read and not told; 1 for `parallel_tool_calls: false`.
+        """
+        marks = self._marks
+        is_open = marks is not None and self._opens_reasoning(prompt_ids)
+        reasoning = None if marks is None else _ReasoningReader(*marks, is_open=is_open)
+        calls = _CallReader(self._tools if tools else None, tools or (), key, max_calls)
+        return ReplyParser(reasoning, calls)
+
+    def raw_parser(self) -> "ReplyParser":
+        """For what follows a raw prompt: all of it is text."""
+        return ReplyParser(None, _CallReader(None, (), "", None))
+
+    def read(self, text: str, tools: Tools | None, prompt_ids: Ids, key: str = "") -> Reply:
+        """A whole reply: what `parser` makes of `text` however it is cut."""
+        parser = self.parser(tools, prompt_ids, key)
+        parser.feed(text)
+        parser.finish()
+        return parser.reply
+
+    def count_reasoning_tokens(self, ids: Sequence[int], prompt_ids: Ids) -> int:
+        """How many of the sampled `ids` [N] belong to the reasoning, its marks included."""
+        if self._marks is None:
+            return 0
+        opener, closer = self._marks
+        text = self.decode(ids)
+        if not self._opens_reasoning(prompt_ids) and not text.lstrip().startswith(opener):
+            return 0
+        if closer not in text:
+            return len(ids)
+        # The shortest beginning whose text holds the closing mark.
+        return bisect_left(range(len(ids)), True, key=lambda n: closer in self.decode(ids[:n]))
+
+    def _opens_reasoning(self, prompt_ids: Ids) -> bool:
+        assert self._marks is not None
+        tail = [int(i) for i in prompt_ids[-_TAIL_TOKENS:]]
+        return self.decode(tail).rstrip().endswith(self._marks[0])
+
+
+class ReplyParser:
+    """Reads one reply as it is sampled; never raises for what the model says."""
+
+    def __init__(self, reasoning: "_ReasoningReader | None", calls: "_CallReader") -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """What more sampled text (stop strings cut off) lets be told."""
+        return self._read(text, is_whole=False)
+
+    def finish(self) -> list[Piece]:
+        """The rest, once nothing more comes."""
+        return self._read("", is_whole=True)
+
+    @property
+    def reply(self) -> Reply:
+        """All that was told."""
+        thought = "".join(self._reasoning.told) if self._reasoning else ""
+        return Reply("".join(self._calls.told), tuple(self._calls.calls), thought)
+
+    def _read(self, text: str, *, is_whole: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._reasoning is not None:
+            has_ended = self._reasoning.has_ended
+            thought, text = self._reasoning.read(text, is_whole=is_whole)
+            if thought:
+                pieces.append(ReasoningPiece(thought))
+            if self._reasoning.was_there and self._reasoning.has_ended and not has_ended:
+                self._calls.drops_newlines = True
+        return pieces + self._calls.read(text, is_whole=is_whole)
+
+
+class _ReasoningReader:
+    """Takes the reasoning off the beginning of a reply, without the newlines around it."""
+
+    def __init__(self, opener: str, closer: str, *, is_open: bool) -> None:
+        self._opener, self._closer = opener, closer
+        self._text = ""
+        """Not yet told; newlines at its end are told once more follows."""
+        self._has_begun = False
+        """Whether it is decided that there is reasoning, or that there is none."""
+        self.has_ended = False
+        self.was_there = is_open
+        self.told: list[str] = []
+
+    def read(self, text: str, *, is_whole: bool) -> tuple[str, str]:
+        """More of the reasoning, and of what follows it."""
+        if self.has_ended:
+            return "", text
+        self._text += text
+        if not self._has_begun:
+            self._has_begun = self._begin(is_whole=is_whole)
+            if not self._has_begun:
+                return "", ""
+        if not self.was_there:
+            self.has_ended = True
+            return "", self._text
+        before, mark, after = self._text.partition(self._closer)
+        self.has_ended = bool(mark)
+        if not self.told:
+            before = before.lstrip("\n")
+        held = 0 if mark or is_whole else len_held(before, self._closer)
+        thought = before[: len(before) - held].rstrip("\n")
+        self._text = before[len(thought) :]
+        if thought:
+            self.told.append(thought)
+        return thought, after
+
+    def _begin(self, *, is_whole: bool) -> bool:
+        text = self._text.lstrip()
+        if text.startswith(self._opener):
+            self.was_there = True
+            self._text = text[len(self._opener) :]
+            return True
+        return is_whole or not self._opener.startswith(text)
+
+
+class _CallReader:
+    """Tells text from tool calls; blanks before and after calls are no text."""
+
+    def __init__(
+        self, tool_format: ToolFormat | None, tools: Tools, key: str, max_calls: int | None
+    ) -> None:
+        self._format = tool_format
+        self._tools = tools
+        self._key = key or secrets.token_hex(16)
+        self._max_calls = max_calls
+        self._text = ""
+        """Not yet told, from where a call may begin."""
+        self._blank = ""
+        """Told once text follows it."""
+        self._has_calls = False
+        self.drops_newlines = False
+        """Whether newlines that come next belong to the end of the reasoning."""
+        self.told: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    def read(self, text: str, *, is_whole: bool) -> list[Piece]:
+        """What `text` and the end, if it is that, let be told."""
+        pieces: list[Piece] = []
+        self._text += text
+        while self._text:
+            at = self._begins()
+            self._say(self._text[:at], pieces)
+            self._text = self._text[at:]
+            if not self._text or self._format is None:
+                break
+            block = self._format.read(self._text, self._tools, is_whole=is_whole)
+            if block is None:
+                break
+            if block.calls:
+                self._say(block.text, pieces)
+                self._has_calls = True
+                for call in block.calls:
+                    self._tell(call.name, call.arguments, pieces)
+            else:
+                self._say(self._text[: block.length], pieces)
+            self._text = self._text[block.length :]
+        if is_whole and self._blank and not self._has_calls:
+            self.told.append(self._blank)
+            pieces.append(TextPiece(self._blank))
+        return pieces
+
+    def _begins(self) -> int:
+        if self._format is None:
+            return len(self._text)
+        is_start = not self.told and not self._has_calls
+        return self._format.begins(self._text, is_start=is_start)
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        if self.drops_newlines:
+            text = text.lstrip("\n")
+            self.drops_newlines = not text
+        text = self._blank + text
+        said = text.rstrip()
+        self._blank = text[len(said) :]
+        if said:
+            self.told.append(said)
+            pieces.append(TextPiece(said))
+
+    def _tell(self, name: str, arguments: str, pieces: list[Piece]) -> None:
+        index = len(self.calls)
+        if self._max_calls is not None and index >= self._max_calls:
+            return
+        call = ToolCall(call_id(self._key, index), name, arguments)
+        self.calls.append(call)
+        pieces.append(CallPiece(index, call))
+
+
+def call_id(key: str, index: int) -> str:
+    """Id of a turn's call: 36 letters and digits, as unique as the turn's `key`."""
+    digest = hashlib.blake2s(f"{index} {key}".encode(), digest_size=16)
+    return f"call{digest.hexdigest()}"
+
+
+def _tool_format(chosen: str | ToolFormat, source: str) -> ToolFormat | None:
+    if not isinstance(chosen, str):
+        return chosen
+    if chosen == "none":
+        return None
+    name = guess_tool_format(source) if chosen == "auto" else chosen
+    return TOOL_FORMATS[_known(name, TOOL_FORMATS, "agent.tool_parser")]
+
+
+def _reasoning_marks(chosen: str, source: str) -> tuple[str, str] | None:
+    if chosen == "none":
+        return None
+    if chosen == "auto":
+        return next((marks for marks in REASONING_MARKS.values() if marks[1] in source), None)
+    return REASONING_MARKS[_known(chosen, REASONING_MARKS, "agent.reasoning_parser")]
+
+
+def _known(name: str, parsers: Mapping[str, object], where: str) -> str:
+    if name not in parsers:
+        known = ", ".join(("auto", "none", *parsers))
+        raise ValueError(f"{where}: is {name!r}; must be one of {known}")
+    return name

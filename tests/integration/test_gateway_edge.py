@@ -1,0 +1,341 @@
+"""The edge against rude clients: those that leave, stall, flood, or speak no HTTP to speak of."""
+
+import asyncio
+import gzip
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.app import make_app
+from areal_ray.gateway.limits import EdgeLimits
+from areal_ray.gateway.server import GatewayServer
+from tests.support.gateway import Gateway, make_gateway, serving
+from tests.support.scripted_sampler import Said
+
+HELLO = [{"role": "user", "content": "What is 12 plus 30?"}]
+BODY = {"model": "m", "messages": HELLO}
+CHAT = "/v1/chat/completions"
+ENDLESS = Said("and so on " * 40, pause_s=0.01, hangs=True)
+
+
+def run(script: Any, test: Callable[[Gateway], Awaitable[None]], **options: Any) -> None:
+    """Serve the script and let the test at it."""
+
+    async def go() -> None:
+        async with asyncio.timeout(90), serving(script, **options) as gateway:
+            await test(gateway)
+
+    asyncio.run(go())
+
+
+async def connect(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare connection."""
+    host, port = gateway.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def raw(body: Any, *, more: str = "") -> bytes:
+    """A request as bytes."""
+    text = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n{more}\r\n"
+    return head.encode() + text
+
+
+def trained(gateway: Gateway) -> int:
+    """Tokens of calls without a session that train."""
+    fields = {"task_id": "t", "group_id": "g", "episode_id": "e"}
+    return sum(int(t.loss_mask.sum()) for t in gateway.recorder.trajectories(**fields))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_has_its_generation_aborted_and_nothing_of_it_trained(stream):
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        writer.write(raw({**BODY, "stream": stream}))
+        if stream:
+            while b"and" not in await reader.readuntil(b"\n\n"):
+                pass
+        else:
+            async with asyncio.timeout(10):
+                while not gateway.sampler.num_running:
+                    await asyncio.sleep(0.01)
+        writer.close()
+        await gateway.until_idle()
+        assert len(gateway.sampler.aborted) == 1
+        assert gateway.service.counts.num_gone == 1
+        assert trained(gateway) == 0
+
+    run([ENDLESS], test)
+
+
+def test_a_storm_of_time_outs_leaves_one_turn_and_no_slot_taken():
+    async def test(gateway: Gateway) -> None:
+        async with gateway.client(max_retries=2, timeout=1.0) as client:
+            reply = await client.chat.completions.create(model="m", messages=HELLO)
+        assert reply.choices[0].message.content == "at last"
+        await gateway.until_idle()
+        assert len(gateway.sampler.aborted) == 2
+        (answered,) = gateway.sampler.sampled.values()
+        assert trained(gateway) == len(answered.token_ids)
+
+    run([Said(hangs=True), Said(hangs=True), Said("at last")], test)
+
+
+def test_a_silent_stream_shows_that_it_lives_and_is_sampled_once():
+    async def test(gateway: Gateway) -> None:
+        async with gateway.client(timeout=2.0) as client:  # for each read
+            stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
+            texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(texts) == "hi"
+        assert len(gateway.sampler.requests) == 1
+        async with aiohttp.ClientSession() as session:
+            body = {**BODY, "stream": True}
+            async with session.post(gateway.url + CHAT, json=body) as response:
+                assert (await response.text()).count(": keep-alive\n\n") >= 5
+
+    run([Said("hi", pause_s=3.0, chunk_tokens=9)], test, edge=EdgeLimits(keep_alive_s=0.2))
+
+
+def test_headers_of_a_stream_come_before_its_first_token():
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        writer.write(raw({**BODY, "stream": True}))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert gateway.sampler.num_running == 1
+        writer.close()
+        await gateway.until_idle()
+
+    run([Said(hangs=True)], test)
+
+
+def test_a_reader_that_stalls_holds_up_nobody_and_is_given_up():
+    async def test(gateway: Gateway) -> None:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        stalled = socket.socket()
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect((host, int(port)))
+        # More than the sockets between the two take: some 12 MB.
+        stalled.sendall(raw({**BODY, "n": 2, "stream": True, "logprobs": True, "top_logprobs": 1}))
+        for _ in range(20):
+            async with gateway.client() as client:
+                await client.chat.completions.create(model="m", messages=HELLO, max_tokens=1)
+        await gateway.until_idle()
+        assert gateway.service.counts.num_gone == 1
+        stalled.close()
+
+    run(
+        [Said("and so on " * 4000, chunk_tokens=64)],
+        test,
+        limits=CallLimits(20_000, 40_000),
+        edge=EdgeLimits(keep_alive_s=0.4, stalled_reader_s=0.5),
+    )
+
+
+def test_a_client_that_stops_in_the_middle_of_its_body_is_told_so():
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        writer.write(raw(BODY)[:-5])
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 408 " in head
+        writer.close()
+        _, writer = await connect(gateway)
+        writer.write(raw(BODY)[:-5])
+        await asyncio.sleep(0.1)
+        writer.close()
+        await gateway.until_idle()
+        assert not gateway.sampler.requests
+
+    run([Said("hi")], test, edge=EdgeLimits(body_idle_s=0.5))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", CHAT, b"{", 400),
+        ("POST", CHAT, b'{"messages": "\xff"}', 400),
+        ("POST", CHAT, b"[" * 10_000, 400),
+        ("POST", CHAT, b'{"messages": ' + b"[" * 9000 + b"]" * 9000 + b"}", 400),
+        ("POST", CHAT, json.dumps({"messages": HELLO * 100_000}).encode(), 400),
+        ("POST", CHAT, b" " * 10_000_001, 413),
+        ("GET", CHAT, b"", 405),
+        ("PUT", "/v1/models", b"", 405),
+        ("POST", "/v1/nothing", b"{}", 404),
+        ("POST", "/api/show", b"{}", 404),
+        ("GET", "/s/x/nothing", b"", 404),
+        ("GET", "/../etc/passwd", b"", 404),
+        ("DELETE", "/health", b"", 405),
+    ],
+)
+def test_what_cannot_be_answered_is_a_4xx_with_an_error_object(method, path, body, status):
+    async def test(gateway: Gateway) -> None:
+        async with aiohttp.ClientSession() as session:
+            async with session.request(method, gateway.url + path, data=body) as response:
+                assert response.status == status
+                error = (await response.json())["error"]
+            assert {"message", "type", "param", "code"} == set(error)
+            async with session.post(gateway.url + CHAT, json=BODY) as response:
+                assert response.status == 200
+
+    run([Said("hi")], test, edge=EdgeLimits(body_bytes=10_000_000))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("HEAD", "/"), ("GET", "/"), ("HEAD", "/api/hello"), ("GET", "/api/v1/models")),
+        *(("GET", "/s/a"), ("HEAD", "/s/a/"), ("GET", "/models"), ("GET", "/v1/models?limit=9")),
+        *(("GET", "/health"), ("GET", "/v1/models/"), ("GET", "/v1")),
+    ],
+)
+def test_probes_without_a_key_are_answered(method, path):
+    async def test(gateway: Gateway) -> None:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, gateway.url + path) as response,
+        ):
+            assert response.status == 200
+            assert method == "HEAD" or await response.json()
+
+    run([Said("hi")], test)
+
+
+def test_a_body_of_a_gigabyte_is_refused_before_it_is_sent_and_headers_without_end_too():
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {2**30}\r\n\r\n".encode())
+        assert b" 413 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        reader, writer = await connect(gateway)
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000 + b"\r\n\r\n")
+        assert b" 431 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        for piece in (b"y" * 1000, b"y: z\r\n" * 200):
+            reader, writer = await connect(gateway)
+            writer.write(b"GET / HTTP/1.1\r\nx: ")
+            with pytest.raises((ConnectionError, BrokenPipeError)):  # noqa: PT012
+                for _ in range(100_000):
+                    writer.write(piece)
+                    await writer.drain()
+            writer.close()
+
+    run([Said("hi")], test)
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"\x00" * 99])
+def test_what_is_no_http_is_hung_up_on(garbage):
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        writer.write(garbage + b"\r\n\r\n")
+        assert b" 500 " not in await reader.read()
+        writer.close()
+
+    run([Said("hi")], test)
+
+
+def test_packed_bodies_and_either_header_for_the_key_are_read():
+    async def test(gateway: Gateway) -> None:
+        async with aiohttp.ClientSession() as session:
+            headers = {"content-encoding": "gzip", "x-api-key": "one", "Cookie": "secret"}
+            packed = gzip.compress(json.dumps(BODY).encode())
+            url = gateway.url + CHAT + "?beta=true"
+            async with session.post(url, data=packed, headers=headers) as response:
+                assert response.status == 200
+            headers = {"Authorization": "bearer two"}
+            async with session.post(url, json=BODY, headers=headers) as response:
+                assert response.status == 200
+        assert gateway.door.keys == ["one", "two"]
+
+    run([Said("hi")], test)
+
+
+def test_a_refusal_for_a_while_says_for_how_long_and_is_obeyed():
+    async def test(gateway: Gateway) -> None:
+        async with gateway.client("/s/later/v1", max_retries=1) as client:
+            began = time.monotonic()
+            with pytest.raises(openai.RateLimitError) as refused:
+                await client.chat.completions.create(model="m", messages=HELLO)
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert time.monotonic() - began >= 1.0
+        assert len(gateway.door.keys) == 2
+        assert gateway.service.counts.num_refused == 2
+
+    run([Said("hi")], test)
+
+
+def test_more_calls_than_are_let_in_at_once_are_turned_away_and_the_others_answered():
+    async def test(gateway: Gateway) -> None:
+        async def one() -> int:
+            async with session.post(gateway.url + CHAT, json=BODY) as response:
+                await response.read()
+                return response.status
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            statuses = await asyncio.gather(*(one() for _ in range(20)))
+        assert set(statuses) == {200, 503}
+        assert statuses.count(200) >= 4
+
+    run([Said("hi", pause_s=0.5)], test, edge=EdgeLimits(concurrent_calls=4))
+
+
+def test_a_thousand_streams_at_once_all_end_and_are_recorded():
+    async def test(gateway: Gateway) -> None:
+        async def one(index: int) -> None:
+            url = f"{gateway.url}/s/{index % 50}{CHAT}"
+            async with session.post(url, json={**BODY, "stream": True}) as response:
+                assert response.status == 200
+                assert (await response.text()).endswith("data: [DONE]\n\n")
+
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            await asyncio.gather(*(one(index) for index in range(1000)))
+        assert len(gateway.sampler.sampled) == 1000
+        turns = [record.recorder.num_turns for record in gateway.door.records.values()]
+        assert turns == [20] * 50
+        assert gateway.service.counts.num_failed == gateway.service.counts.num_refused == 0
+
+    run([Said("and so on", pause_s=0.02)], test)
+
+
+def test_a_server_that_stops_tells_streams_and_calls_so_and_aborts_them():
+    async def go() -> None:
+        gateway = make_gateway([ENDLESS])
+        server = GatewayServer(make_app(gateway.service), grace_s=0.3)
+        gateway.url = await server.start()
+        stream, writer = await connect(gateway)
+        writer.write(raw({**BODY, "stream": True}))
+        whole, other = await connect(gateway)
+        other.write(raw(BODY))
+        async with asyncio.timeout(20):
+            while gateway.sampler.num_running < 2:
+                await asyncio.sleep(0.01)
+            await server.stop()
+            told = await stream.read()
+            head = await whole.read()
+        assert b"shutting_down" in told
+        assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert gateway.sampler.num_running == gateway.door.num_inside == 0
+        assert len(gateway.sampler.aborted) == 2
+        for one in (writer, other):
+            one.close()
+
+    asyncio.run(go())
+
+
+def test_an_address_that_is_taken_is_an_error_that_names_it():
+    async def test(gateway: Gateway) -> None:
+        port = int(gateway.url.rsplit(":", 1)[1])
+        second = GatewayServer(make_app(gateway.service), port=port)
+        with pytest.raises(Exception, match=rf"gateway\.port = {port}"):
+            await second.start()
+
+    run([Said("hi")], test)
