@@ -421,3 +421,8 @@ def test_an_end_of_turn_with_padding_is_joined_once_behind_the_gateway_too():
     (line,) = model.lines()
     assert model.trained() == [f"yes{EOS}ok{EOS}"]
     assert f"yes{EOS}\n[user]so?" in model.text(line.token_ids)
+
+
+def test_half_a_character_is_refused_before_a_tokenizer_sees_it():
+    with pytest.raises(ValueError, match=r"'\\ud800', half a character"):
+        RecordedModel().open([user("a\ud800b")])
