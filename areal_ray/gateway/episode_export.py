@@ -116,7 +116,8 @@ class EpisodeExport:
         return next((turn for turn in closed if self.label(turn) is CallLabel.MAIN), None)
 
     def _what_is_left_out(self) -> dict[int, str]:
-        policy, found = self._policy, dict[int, str]()
+        policy = self._policy
+        found: dict[int, str] = {}
         siblings: dict[Any, list[Turn]] = {}
         for turn in self._turns:
             label = self.label(turn)
@@ -152,7 +153,8 @@ class EpisodeExport:
                 row = _Row([turn])
                 rows.append(row)
             row_of[turn.turn_id] = row
-        rows.sort(key=lambda row: self.label(row.turns[-1]) is not CallLabel.MAIN)
+        if self._labels:
+            rows.sort(key=lambda row: self.label(row.turns[-1]) is not CallLabel.MAIN)
         for number, row in enumerate(rows):
             row.branch = number
         return rows

@@ -23,8 +23,17 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 def text_digest(text: str) -> bytes:
-    """What a text is known by, in this process and in any other."""
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    """What a text is known by, in this process and in any other.
+
+    Raises:
+        ValueError: It holds half a character, which no tokenizer takes.
+    """
+    try:
+        return blake2b(text.encode(), digest_size=16).digest()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"messages: hold {text[error.start]!r}, half a character; must be whole Unicode text"
+        ) from error
 
 
 class PromptTail:

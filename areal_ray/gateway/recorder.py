@@ -145,7 +145,8 @@ class Recorder:
             turn.caller = self._caller(place, called_by)
         ids = self._prompt(turn, place, rendered)
         self._count(turn)
-        self._last_prompt = ids
+        if not self._turns:
+            self._last_prompt = ids
         return PromptedTurn(turn.turn_id, ids, turn.handle)
 
     def sibling_turn(self, turn: PromptedTurn) -> PromptedTurn:
@@ -212,7 +213,8 @@ class Recorder:
         last = export.last_of_main() if self._policy.is_tolerant else None
         text = self.last_reply.text if last is None else _said(last)
         fields = {"final_text": text, **fields}
-        return export.trajectories(style, fields) or [unsampled(self._last_prompt, fields)]
+        prompt = self._turns[-1].prompt_ids() if self._turns else self._last_prompt
+        return export.trajectories(style, fields) or [unsampled(prompt, fields)]
 
     def outline(self) -> list[TurnOutline]:
         """The tree of turns, without tokens, in the order they were opened."""
@@ -238,7 +240,6 @@ class Recorder:
         self._num_opened = max(self._num_opened, turn.turn_id + 1)
         self._turns.append(turn)
         self._count(turn)
-        self._last_prompt = turn.prompt_ids()
         if turn.reply is not None:
             self.last_reply = Reply(_said(turn))
 

@@ -1,6 +1,6 @@
 """The tree of an episode: each message once, each turn with the ids it added."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,25 +173,36 @@ class Turn:
 
     def prompt_ids(self) -> NDArray[np.int32]:
         """[P] all ids of the prompt."""
-        pieces, need, at = [self.added_ids], self.num_shared, self.base
-        while need:
-            assert at is not None
-            if need > at.num_prompt:
-                pieces.append(at.token_ids[: need - at.num_prompt])
-            if need > at.num_shared:
-                pieces.append(at.added_ids[: min(need, at.num_prompt) - at.num_shared])
-            need, at = min(need, at.num_shared), at.base
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces[::-1])
+        if not self.num_shared:
+            return self.added_ids
+        pieces = self._prompt_pieces()
+        pieces.reverse()
+        return np.concatenate(pieces)
 
     def all_ids(self) -> NDArray[np.int32]:
         """[P + N] prompt and samples."""
-        return np.concatenate((self.prompt_ids(), self.token_ids))
+        pieces = [self.token_ids, *self._prompt_pieces()]
+        pieces.reverse()
+        return np.concatenate(pieces)
+
+    def _prompt_pieces(self) -> list[NDArray[np.int32]]:
+        """The prompt, last piece first."""
+        pieces, need, at = [self.added_ids], self.num_shared, self.base
+        while need:
+            assert at is not None
+            num_prompt, num_shared = at.num_prompt, at.num_shared
+            if need > num_prompt:
+                pieces.append(at.token_ids[: need - num_prompt])
+            if need > num_shared:
+                pieces.append(at.added_ids[: min(need, num_prompt) - num_shared])
+            need, at = min(need, num_shared), at.base
+        return pieces
 
     def share(self, base: "Turn | None", prompt_ids: NDArray[np.int32]) -> None:
         """Keep of a prompt what follows the ids it has in common with another turn."""
         self.num_prompt = len(prompt_ids)
-        self.base = base
         if base is not None:
+            self.base = base
             ids = base.all_ids()
             length = min(len(ids), len(prompt_ids))
             differ = ids[:length] != prompt_ids[:length]
@@ -224,10 +235,3 @@ class Turn:
         for earlier in (self.continues, self.reappeared):
             if earlier is not None:
                 earlier.is_taken = True
-
-    def lineage(self) -> "Iterator[Turn]":
-        """This turn and those it extends token by token, latest first."""
-        at: Turn | None = self
-        while at is not None:
-            yield at
-            at = at.parent

@@ -6,7 +6,7 @@ import pytest
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.gateway.record_policy import CallLabel, RecordPolicy
-from areal_ray.gateway.recorder import AGENT_EDITED, TOOLS_CHANGED
+from areal_ray.gateway.recorder import AGENT_EDITED, TEMPLATE_REWROTE_TURN, TOOLS_CHANGED
 from areal_ray.gateway.turn_matching import (
     AGENT_OMITTED,
     BROKEN_OFF,
@@ -19,6 +19,7 @@ from areal_ray.gateway.turn_matching import (
 from tests.support.recorded_agents import (
     EXTRA_TOOL,
     TOOLS,
+    TPL_T,
     RecordedModel,
     call,
     redumped,
@@ -26,6 +27,7 @@ from tests.support.recorded_agents import (
     system,
     user,
 )
+from tests.support.templates import EOS, PAD
 
 ODD = '{"command" :  "echo 42" }'
 START = [system("be good"), user("17+25?")]
@@ -401,3 +403,26 @@ def test_handles_never_repeat_and_are_short_and_alphanumeric():
     handles = [RecordedModel().open(START).handle for _ in range(3)]
     assert len(set(handles)) == 3
     assert all(handle.isalnum() and len(handle) == 20 for handle in handles)
+
+
+def test_a_template_that_drops_thoughts_splits_behind_the_gateway_too():
+    model = RecordedModel(source=TPL_T.replace("m.reasoning_content %}", "loop.last and 0 %}"))
+    said = model.say(START, "<think>hard</think>yes")
+    model.say([*START, said, user("so?")], "<think>easy</think>ok")
+    assert model.recorder.splits == {TEMPLATE_REWROTE_TURN: 1}
+    assert model.trained() == ["<think>hard</think>yes", "<think>easy</think>ok"]
+    assert model.trained_ids() == model.log
+
+
+def test_an_end_of_turn_with_padding_is_joined_once_behind_the_gateway_too():
+    model = RecordedModel(source=TPL_T.replace("[/]\n", f"{EOS}\n"))
+    said = model.say(START, f"yes{EOS}{PAD}{PAD}")
+    model.say([*START, said, user("so?")], f"ok{EOS}")
+    (line,) = model.lines()
+    assert model.trained() == [f"yes{EOS}ok{EOS}"]
+    assert f"yes{EOS}\n[user]so?" in model.text(line.token_ids)
+
+
+def test_half_a_character_is_refused_before_a_tokenizer_sees_it():
+    with pytest.raises(ValueError, match=r"'\\ud800', half a character"):
+        RecordedModel().open([user("a\ud800b")])

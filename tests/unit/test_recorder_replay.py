@@ -1,6 +1,8 @@
 """Whatever agents do: each sampled token trains once, and a replayed record goes on alike."""
 
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -130,7 +132,7 @@ POLICIES = st.builds(
     untaken=st.sampled_from(("drop", "train")),
     aborted=st.sampled_from(("drop", "train")),
 )
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick
@@ -207,6 +209,33 @@ def test_a_record_is_json_and_arrays_and_holds_only_what_a_turn_added():
     assert json.loads(json.dumps(record.facts)) == record.facts
     assert record.messages == (history[-3],) or len(record.messages) == 1
     assert len(record.added_ids) < 40
+
+
+def bytes_of_session(num_calls: int) -> int:
+    """What a session of this many calls holds while it waits for the next."""
+    model = RecordedModel()
+    tracemalloc.start()
+    try:
+        history = [system("be good. " * 40), user("go")]
+        before = tracemalloc.get_traced_memory()[0]
+        recorder = model.recorder = model.fresh_recorder()
+        for number in range(num_calls):
+            turn = recorder.open_turn(history, TOOLS)
+            said = model.close(turn, call("run", f'{{"n": {number}}}'))
+            history += [said, result(said, "total 12")]
+        model.log.clear()
+        del history, turn, said
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_idle_session_is_small_and_grows_by_what_its_turns_add():
+    bytes_of_session(1)
+    few, more = bytes_of_session(8), bytes_of_session(24)
+    assert bytes_of_session(3) < 20_000
+    assert more < 3.5 * few
 
 
 @pytest.mark.parametrize("damage", [b"", b"no", b"\xff\xff\xff\x7f{}"])
