@@ -43,8 +43,10 @@ class PastSession:
     session_id: str
     state: SessionState
     reason: str
-    end_request_ids: tuple[str, ...] = ()
-    num_turns: int = 0
+    request_ids: tuple[str, ...]
+    """Of rewards and of its end."""
+    reward: float | None
+    num_turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,12 @@ class SessionBook:
             if not group.has_trained:
                 self.failed_groups[group.failure] += 1
         past = PastSession(
-            start.session_id, state, reason, session.requests, session.recorder.num_turns
+            start.session_id,
+            state,
+            reason,
+            session.requests,
+            session.total_reward,
+            session.recorder.num_turns,
         )
         _remember(self.past, start.session_id, past)
         if self._session_of_key.get(start.key_hash) == start.session_id:

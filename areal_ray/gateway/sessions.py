@@ -245,6 +245,24 @@ class Sessions:
 
     # -- as a door -----------------------------------------------------------------------------
 
+    def is_admin(self, key_hash: bytes) -> bool:
+        """Whether a hash is the admin key's."""
+        return keys.is_same(key_hash, self._admin_key_hash)
+
+    def home(self, key: str, session_id: str = "") -> str:
+        """The replica that a call belongs to; empty if it is this one.
+
+        Args:
+            key: As the client sent it, or a fixed one that a session is started with.
+            session_id: Of a session or group, where the call names one.
+        """
+        peers = self.peers()
+        home = keys.replica_of(session_id) or keys.replica_of(key)
+        if not home and not session_id and key and peers:
+            is_admin = len(key) <= keys.MOST_KEY_CHARACTERS and self.is_admin(keys.hash_key(key))
+            home = "" if is_admin else keys.home_of(key, peers)
+        return home if home in peers and home != self.name else ""
+
     def identify(self, key: str) -> Caller:
         """Who sends this key.
 
@@ -256,7 +274,7 @@ class Sessions:
         if len(key) > keys.MOST_KEY_CHARACTERS:
             raise _refused_key("is none of this server's")
         hashed = keys.hash_key(key)
-        if keys.is_same(hashed, self._admin_key_hash):
+        if self.is_admin(hashed):
             return Caller(Scope.ADMIN, hashed)
         session = self.book.of_key(hashed)
         if session is None:
@@ -306,9 +324,10 @@ def no_session(session_id: str) -> CallError:
 
 def session_over(session: Session | PastSession) -> CallError:
     """410, for a session that nothing may be asked of any more."""
-    told = session.end_reason
     if isinstance(session, PastSession):
         told = f"{session.state}: {session.reason}" if session.reason else str(session.state)
+    else:
+        told = session.end_reason
     return CallError(
         410,
         "session_over",
