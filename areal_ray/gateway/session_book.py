@@ -242,8 +242,13 @@ class SessionBook:
             _remember(self._past_keys, start.key_hash, start.session_id)
 
     def _tidy(self) -> None:
-        """Delete segments in which nothing lives; where little does, write that anew first."""
+        """Delete segments in which nothing lives; where little does, write that anew first.
+
+        One segment's worth is kept all the same: requests for what is over may come again.
+        """
         journal = self._journal
+        if journal.num_bytes <= journal.segment_bytes:
+            return
         for _ in range(1 + journal.number - journal.oldest):
             oldest = min(self._num_first, default=journal.number)
             journal.delete_before(oldest)

@@ -20,7 +20,7 @@ from areal_ray.gateway.session_state import Session, SessionGroup, SessionState,
 from areal_ray.gateway.sessions import Caller, Sessions, no_session, session_over
 
 _MOST_SIBLINGS = 256
-_MOST_TEXT = 256
+_MOST_TEXT = 512
 _MOST_REWARD = 1e9
 _RETRY_S = 2.0
 _STYLES = ("individual", "concat", "tree")
@@ -46,14 +46,14 @@ class SessionRequest:
             CallError: 400.
         """
         text = read_text(self.body, name)
-        if len(text) > _MOST_TEXT * 2 or (is_needed and not text):
-            refuse(name, f"has {len(text)} characters; must have {int(is_needed)} to 512")
+        if len(text) > _MOST_TEXT or (is_needed and not text):
+            refuse(name, f"has {len(text)} characters; must have {int(is_needed)} to {_MOST_TEXT}")
         return text
 
     @property
     def request_id(self) -> str:
         """What a request that is sent again is known by; empty if it has none."""
-        return self.text("request_id") or self.idempotency_key[: _MOST_TEXT * 2]
+        return self.text("request_id") or self.idempotency_key[:_MOST_TEXT]
 
 
 class SessionRequests:

@@ -166,7 +166,7 @@ class Sessions:
             if session.state is SessionState.ADMITTED:
                 self.book.write(session, "state", state=str(SessionState.SEALED))
         group.is_held = False
-        self.rules.note(group)
+        self.rules.note(group, is_first=True)
 
     def admitted(self, session_ids: Sequence[str], group_id: str) -> None:
         """The sessions are in the run's own journal, as `group_id`: they are not offered again.

@@ -53,6 +53,11 @@ def new_recorder() -> Recorder:
     return Recorder(_TEMPLATE, RecordPolicy(), _FORMAT)
 
 
+def sampled_ids(said: str) -> list[int]:
+    """What the scripted model samples for a text."""
+    return [*_TOKENIZER.encode(said, add_special_tokens=False), _TOKENIZER.eos_token_id]
+
+
 @dataclass
 class Desk:
     """Sessions and what HTTP would ask of them, without HTTP."""
@@ -101,8 +106,7 @@ class Desk:
         """One whole model call; returns the id its client knows it by."""
         record = self.enter(key, **headers)
         turn = record.recorder.open_turn(HELLO)
-        ids = [*_TOKENIZER.encode(said, add_special_tokens=False), _TOKENIZER.eos_token_id]
-        record.recorder.close_turn(turn, ScriptedTurn(ids))
+        record.recorder.close_turn(turn, ScriptedTurn(sampled_ids(said)))
         reply_id = reply_id or turn.handle
         record.turn_over(turn.turn_id, reply_id)
         self.sessions.leave(record)

@@ -44,7 +44,7 @@ NUMBERED = [JournalRecord({"n": n}, bytes([n]) * 40) for n in range(6)]
 
 
 @given(RECORDS, st.integers(1, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_was_appended_is_read_in_its_order(tmp_path_factory, records, segment_bytes):
     folder = tmp_path_factory.mktemp("journal")
     written(folder, records, segment_bytes=segment_bytes)
@@ -55,7 +55,7 @@ def test_what_was_appended_is_read_in_its_order(tmp_path_factory, records, segme
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_file_cut_anywhere_gives_the_records_before_the_cut_and_grows_on(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("journal")
     (path,) = written(folder, NUMBERED)
@@ -72,7 +72,7 @@ def test_a_file_cut_anywhere_gives_the_records_before_the_cut_and_grows_on(tmp_p
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_damaged_record_is_told_by_file_and_offset_and_the_others_are_read(
     tmp_path_factory, data
 ):
