@@ -151,7 +151,7 @@ class Sessions:
             if group is None:
                 await self.rules.changed()
                 continue
-            await self.book.settled()
+            await self.book.journal.settled()
             if group.key in self.rules.ready:
                 ready = self._held(group)
                 if ready is not None:
@@ -213,7 +213,7 @@ class Sessions:
 
     def close(self) -> None:
         """Close the journal; a new object may take over."""
-        self.book.close()
+        self.book.journal.close()
 
     def _held(self, group: SessionGroup) -> ReadyGroup | None:
         """The group, now held; None if nothing of it may train."""

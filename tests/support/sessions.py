@@ -20,8 +20,9 @@ from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.server import GatewayServer
-from areal_ray.gateway.session_requests import SessionRequest, SessionRequests
+from areal_ray.gateway.session_requests import SessionRequests
 from areal_ray.gateway.session_routes import make_sessions_app
+from areal_ray.gateway.session_search import SessionRequest
 from areal_ray.gateway.sessions import ReadyGroup, Sessions, SessionsConfig
 from areal_ray.gateway.template import ChatTemplate
 from tests.support.scripted_sampler import Said, ScriptedSampler
@@ -120,7 +121,7 @@ class Desk:
         self.ask("end", started["api_key"])
         return started
 
-    def ready(self, timeout_s: float = 5.0) -> ReadyGroup:
+    def ready(self, timeout_s: float = 60.0) -> ReadyGroup:
         """The next group that is ready."""
         return self.runner.run(asyncio.wait_for(self.sessions.next_ready(), timeout_s))
 
