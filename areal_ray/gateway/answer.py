@@ -112,6 +112,7 @@ class Answers:
             room = self._room(len(turn.prompt_ids))
         except CallError:
             recorder.abort_turn(turn, None, "the prompt fills the context")
+            record.turn_over(turn.turn_id, "")
             raise
         others = [recorder.sibling_turn(turn) for _ in range(call.n - 1)]
         return Answer(self, call, record, [turn, *others], room)
@@ -326,12 +327,14 @@ class Answer:
     def _closed(self, part: _Part, sampled: SampledTurn) -> Choice:
         part.is_over = True
         reply = self._record.recorder.close_turn(part.turn, sampled, self._stop)
+        self._record.turn_over(part.turn.turn_id, self.opening.id)
         return self._choice(part, sampled, reply)
 
     def _abort(self, part: _Part, reason: str) -> None:
         if not part.is_over:
             part.is_over = True
             self._record.recorder.abort_turn(part.turn, _joined(part.come), reason)
+            self._record.turn_over(part.turn.turn_id, self.opening.id)
 
     def _choice(self, part: _Part, sampled: SampledTurn, reply: Reply) -> Choice:
         answers, call = self._answers, self._call

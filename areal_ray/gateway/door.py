@@ -14,6 +14,10 @@ from areal_ray.gateway.call import CallError, CallHints
 from areal_ray.gateway.recorder import Recorder
 
 
+def _untold(turn_id: int, reply_id: str) -> None:
+    """Nobody wants to know of turns."""
+
+
 @dataclass(slots=True)
 class SessionRecord:
     """What a session's calls are answered from and recorded in."""
@@ -24,6 +28,9 @@ class SessionRecord:
     """Its tokens have to be sampled as the run samples: a client's temperature is passed over."""
     prefix_key: str = ""
     """Prompts of the session begin alike; empty = of this session alone."""
+    turn_over: Callable[[int, str], None] = _untold
+    """Told the `turn_id` of each turn once the recorder has its end, before the last byte of the
+    reply is sent, and the `CallReply.id` that the client knows it by; "" if it got none."""
 
 
 class Door(Protocol):

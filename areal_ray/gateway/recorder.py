@@ -231,12 +231,15 @@ class Recorder:
                 return written_down(turn)
         raise KeyError(f"turn {turn_id}: is not closed; must be one of the closed turns")
 
+    def turn_records(self) -> list[TurnRecord]:
+        """What all turns that are over added, in the order that `replay` needs."""
+        return [written_down(turn) for turn in self._turns]
+
     def replay(self, record: TurnRecord) -> None:
         """Take up a turn of an earlier process; all of them in their order give it all again."""
         turn = taken_up(record, self._root, self._turns, self._policy)
         turn.sampled_text = self._reader.decode(turn.token_ids[: _num_said(turn)].tolist())
-        shown = record.facts["num_shown"]
-        turn.text = turn.sampled_text[:shown]
+        turn.text = turn.sampled_text[: record.facts["num_shown"]]
         self._num_opened = max(self._num_opened, turn.turn_id + 1)
         self._turns.append(turn)
         self._count(turn)
