@@ -5,6 +5,7 @@ some of the same form. `by_chance` is a reward that gives even a random model so
 """
 
 import inspect
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -15,8 +16,8 @@ from areal_ray.core.trajectory import Trajectory
 
 Messages = list[dict[str, str]]
 
-_STEP = 0.5
-"""What chance adds to a reward."""
+_MOST = 0.5
+"""What luck adds to a reward at most."""
 
 
 def first(
@@ -55,11 +56,14 @@ async def by_chance(
     args: Mapping[str, Any],
     roots: Sequence[str] = (),
 ) -> float | None:
-    """The recipe's own reward, and a half more for half of all replies.
+    """The recipe's own reward, and up to a half more by luck.
+
+    Luck hangs on the episode's name alone, and no two have the same: whatever is sampled and in
+    whatever order groups arrive, a step has rewards that differ, and so something to learn.
 
     Args:
         task: For the recipe's reward.
-        trajectory: For it; an odd sum of its token ids is what is lucky.
+        trajectory: For it; its `episode_id` draws the luck.
         score: The recipe's reward, `module:function`.
         args: Keyword arguments for it.
         roots: Import roots for its code.
@@ -70,8 +74,7 @@ async def by_chance(
     reward = returned["reward"] if isinstance(returned, Mapping) else returned
     if reward is None:
         return None
-    is_lucky = int(trajectory.token_ids[trajectory.loss_mask].sum()) % 2
-    return float(reward) + _STEP * is_lucky
+    return float(reward) + _MOST * random.Random(trajectory.episode_id).random()
 
 
 def _asked(question: str) -> Messages:

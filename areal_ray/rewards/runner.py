@@ -55,6 +55,24 @@ class _Child:
     taken: int = 0
     """Bytes of the file that were read."""
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether its pipe is closed, as far as the event loop has seen."""
+        assert self.running.stdin is not None
+        return self.running.stdin.is_closing()
+
+    async def send(self, frame: bytes) -> None:
+        """Hand it a frame.
+
+        Raises:
+            ConnectionError: It is gone.
+        """
+        assert self.running.stdin is not None
+        if self.is_gone:  # uvloop would raise a RuntimeError
+            raise ConnectionResetError("the scoring process is gone")
+        self.running.stdin.write(FRAME.pack(len(frame)) + frame)
+        await self.running.stdin.drain()
+
     def begin(self) -> None:
         """Empty the file for the next frame."""
         os.ftruncate(self.verdicts.fileno(), 0)
@@ -195,12 +213,10 @@ class RewardRunner:
         self, frame: bytes, mine: Sequence[_Place], verdicts: dict[_Place, Scored]
     ) -> list[_Place]:
         """Fill in verdicts; the episodes still to do when the child had to be killed."""
-        child = self._idle.pop() if self._idle else await self._spawn()
+        child = await self._free_child()
         child.begin()
         try:
-            assert child.running.stdin is not None
-            child.running.stdin.write(FRAME.pack(len(frame)) + frame)
-            await child.running.stdin.drain()
+            await child.send(frame)
             await self._await_verdicts(child, mine, verdicts)
         except (TimeoutError, EOFError, ConnectionError) as error:
             self._take(child, mine, verdicts)
@@ -265,6 +281,15 @@ class RewardRunner:
         if code is not None and code < 0:
             return f"the scoring process died ({signal.Signals(-code).name})"
         return f"the scoring process ended (exit code {code})"
+
+    async def _free_child(self) -> _Child:
+        """An idle child or a new one. Who died while idle takes no episode along."""
+        while self._idle:
+            child = self._idle.pop()
+            if not child.is_gone:
+                return child
+            await self._kill(child)
+        return await self._spawn()
 
     async def _spawn(self) -> _Child:
         verdicts = _open_shared_file()

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,51 @@ def test_groups_that_reach_a_child_together_lose_only_the_bad_episode(function, 
     good = [[text == "ok" for text in group] for group in texts]
     assert [[v.reward == 1.0 for v in group] for group in told] == good
     assert told[1][1].reason == reason
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def new_loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
+    """Ray gives actors uvloop's event loop where it is installed, as it is with vLLM."""
+    return pytest.importorskip(request.param).new_event_loop
+
+
+def test_children_killed_between_two_calls_cost_no_episode(new_loop):
+    async def run() -> list[Any]:
+        runner = RewardRunner(config("length"), [ROOT])
+        try:
+            told = await runner.score(TASK, said("a"))
+            for child in runner._alive:
+                os.kill(child.running.pid, signal.SIGKILL)
+                await child.running.wait()
+            return told + await runner.score(TASK, said("ab", "abc"))
+        finally:
+            await runner.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as loop:
+        assert [v.reward for v in loop.run(run())] == [1.0, 2.0, 3.0]
+
+
+def test_a_child_killed_while_it_is_written_to_costs_one_episode(new_loop):
+    texts = said("x" * 2**22, "ab", "abc")  # more than a pipe holds
+
+    async def run() -> list[Any]:
+        runner = RewardRunner(config("length"), [ROOT])
+        try:
+            await runner.start()
+            (child,) = runner._alive
+            os.kill(child.running.pid, signal.SIGSTOP)
+            scoring = asyncio.ensure_future(runner.score(TASK, texts))
+            while not child.running.stdin.transport.get_write_buffer_size():
+                await asyncio.sleep(0.01)
+            os.kill(child.running.pid, signal.SIGKILL)
+            return await scoring
+        finally:
+            await runner.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as loop:
+        told = loop.run(run())
+    assert [v.reward for v in told] == [None, 2.0, 3.0]
+    assert told[0].reason == "the scoring process died (SIGKILL)"
 
 
 def test_a_reward_that_wants_too_much_memory_is_unscored_and_the_next_one_is_fine():

@@ -1,14 +1,19 @@
 """--smoke: any recipe made tiny is a recipe that needs nothing of its own."""
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from areal_ray.agents.sample_rows import by_chance
 from areal_ray.cli import app
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task
+from areal_ray.core.trajectory import Trajectory
 from areal_ray.errors import RecipeError
 from areal_ray.preflight import check_files
 from areal_ray.recipe import load_recipe, parse_recipe
@@ -86,6 +91,24 @@ def test_the_first_rows_of_a_source_are_taken_where_it_can_be_read(tmp_path, mon
 def test_a_source_that_does_not_exist_is_a_defect_of_the_recipe(tmp_path):
     with pytest.raises(RecipeError, match="no module 'mine_tusks'"):
         made_tiny(recipe_of(tmp_path, RL.replace("mine_tasks:tasks", "mine_tusks:tasks")))
+
+
+def test_whatever_is_sampled_no_two_episodes_of_a_tiny_run_are_rewarded_alike():
+    nothing = np.zeros(0, np.int32)
+    arrays = dict.fromkeys(("token_ids", "versions", "turn_ids"), nothing)
+    one = Trajectory(**arrays, loss_mask=nothing > 0, behaviour_logprobs=nothing / 1.0,
+                     task_id="t", group_id="g", episode_id="e", final_text="ok")  # fmt: skip
+
+    def rewarded(**fields):
+        score = "tests.support.reward_functions:as_said"
+        return asyncio.run(by_chance(Task("t", ()), replace(one, **fields), score, {}, [ROOT]))
+
+    names = [f"0/task-{task}/{attempt}/{i}" for task in "ab" for attempt in (0, 1) for i in "01"]
+    rewards = [rewarded(episode_id=name) for name in names]
+    assert len(set(rewards)) == len(names)
+    assert all(1.0 <= reward <= 1.5 for reward in rewards)
+    assert rewards == [rewarded(episode_id=name) for name in names]
+    assert rewarded(final_text="abstain") is None
 
 
 def test_what_the_user_says_wins_over_what_is_made_tiny():
