@@ -22,9 +22,11 @@ from areal_ray.recipe import Recipe
 from areal_ray.runtime.agent_actor import AgentActor
 from areal_ray.runtime.cluster import Connection
 from areal_ray.runtime.fleet import Fleet, call, spawn, unheard
+from areal_ray.runtime.gateway_config import GatewayConfig
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.placement import (
+    GATEWAY,
     PARAM_SYNC,
     Layout,
     Reservation,
@@ -163,6 +165,28 @@ class ActorGraph:
                 "context_tokens": self.recipe.rollout.engine.max_context_tokens,
                 "search": self.roots,
                 "run_folder": str(self.recipe.folder.resolve()),
+            },
+        )
+
+    def gateways(
+        self, rollouts: Fleet, config: GatewayConfig, sampling: SamplingConfig, key_hash: bytes
+    ) -> Fleet:
+        """Gateways in front of `rollouts`, for whoever has the key of this hash."""
+        from areal_ray.runtime.gateway_actor import GatewayActor  # needs the extra `gateway`
+
+        return self._fleet(
+            GATEWAY,
+            GatewayActor,
+            lambda index, name: {
+                "name": name,
+                "model_path": self.begin.model_path,
+                "config": config,
+                "sampling": sampling,
+                "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
+                "folder": self.journal,
+                "key_hash": key_hash,
+                "context_tokens": self.recipe.rollout.engine.max_context_tokens,
+                "seed": self.recipe.seed,
             },
         )
 

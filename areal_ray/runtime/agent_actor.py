@@ -106,7 +106,7 @@ class AgentActor:
         self._agent = resolve(config.run, search, where="agent.run")
         check_agent(self._agent, config)
         self._template = ChatTemplate.from_folder(model_path)
-        self._reader = reply_format(self._template, config)
+        self._reader = reply_format(self._template, config.tool_parser, config.reasoning_parser)
         self._limits = ChatLimits(
             max_new_tokens=sampling.max_new_tokens,
             context_tokens=context_tokens or model_context_tokens(model_path),
