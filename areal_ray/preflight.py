@@ -23,7 +23,7 @@ from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
 from areal_ray.engines.tensor_styles import KEY as SPLIT_KEY
 from areal_ray.engines.tensor_styles import split_problems
-from areal_ray.engines.vllm_arguments import head_problem, is_cpu_build, vllm_problems
+from areal_ray.engines.vllm_arguments import parser_problems, vllm_problems
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
 from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
@@ -171,11 +171,9 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     engine = recipe.rollout.engine
     if recipe.parts.samples:
         yield from _window_problems(recipe)
+        yield from parser_problems(recipe.agent.tool_parser)
     if recipe.parts.samples and engine.kind == "vllm":
-        yield from vllm_problems(engine)
-        model = read_model_config(Path(recipe.model_path))
-        told = head_problem(model) if isinstance(model, dict) and is_cpu_build() else None
-        yield from () if told is None else (told,)
+        yield from vllm_problems(engine, read_model_config(Path(recipe.model_path)))
     problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
     if recipe.parts.trains and problem is not None:
         yield f"learner.engine.kind: {problem}"

@@ -42,7 +42,7 @@ HOMES = {
     "vllm": ("engines/",),
     "deepspeed": ("engines/",),
     "peft": ("engines/",),
-    "aiohttp": ("engines/",),
+    "aiohttp": ("engines/", "gateway/"),
     "fastapi": ("gateway/",),
     "uvicorn": ("gateway/",),
     "typer": ("cli.py",),

@@ -31,8 +31,13 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _PLAIN = frozenset({"bool", "int", "float", "str", "None"})
 
 
-def vllm_problems(config: VllmGenerationConfig) -> Iterator[str]:
-    """What keeps a recipe's `rollout.engine` of kind vllm from starting on this machine."""
+def vllm_problems(config: VllmGenerationConfig, model: Any = None) -> Iterator[str]:
+    """What keeps a recipe's `rollout.engine` of kind vllm from starting on this machine.
+
+    Args:
+        config: The section.
+        model: What the model's config.json says, where it can be read: a mapping.
+    """
     home = vllm_home()
     if home is None:
         yield f"rollout.engine.kind: is vllm, which is not installed here. {_INSTALL}."
@@ -49,6 +54,21 @@ def vllm_problems(config: VllmGenerationConfig) -> Iterator[str]:
             yield f"rollout.engine.args.{name}: vLLM {found} has no such argument. {hint}"
         elif not _is_of(value, known[name]):
             yield f"rollout.engine.args.{name}: is {value!r}; must be {known[name]}. Change it."
+    told = head_problem(model) if isinstance(model, Mapping) and is_cpu_build() else None
+    yield from () if told is None else (told,)
+
+
+def parser_problems(tool_parser: str) -> Iterator[str]:
+    """What keeps a recipe's `agent.tool_parser` from being one of vLLM's; none where it is ours."""
+    home, (kind, _, name) = vllm_home(), tool_parser.partition(":")
+    if kind != "vllm":
+        return
+    if home is None:
+        yield f"agent.tool_parser: is {tool_parser}; vllm is not installed here. {_INSTALL}."
+    elif (known := _parser_names(home)) and name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean 'vllm:{near[0]}'?" if near else f"Use one of {', '.join(known)}."
+        yield f"agent.tool_parser: is {tool_parser}; vLLM has no parser of that name. {hint}"
 
 
 def is_cpu_build() -> bool:
@@ -97,6 +117,21 @@ def _installed_version() -> str:
         except PackageNotFoundError:
             continue
     return ""  # built from source: the engine itself will tell
+
+
+def _parser_names(home: Path) -> list[str]:
+    """Names that vLLM registers tool parsers under; empty where they moved."""
+    try:
+        tree = ast.parse((home / "tool_parsers" / "__init__.py").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    return sorted(
+        key.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for key in node.value.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    )
 
 
 @cache

@@ -23,7 +23,7 @@ from areal_ray.errors import ArealRayError
 from areal_ray.gateway.answer import Answers
 from areal_ray.gateway.call import Call, CallError, CallHints, Dialect
 from areal_ray.gateway.door import Door
-from areal_ray.gateway.exchange import ClientGone, Exchange, Receive, Send
+from areal_ray.gateway.exchange import ClientGone, Exchange, Receive, Send, retry_headers
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
 from areal_ray.gateway.openai_chat import OpenAIChat
 from areal_ray.gateway.sse import SHUTTING_DOWN, send_stream
@@ -82,7 +82,7 @@ def make_app(service: Service) -> FastAPI:
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
         told = _as_call_error(error)
-        return JSONResponse(shape.error(told), status_code=told.status)
+        return JSONResponse(shape.error(told), told.status, retry_headers(told))
 
     async def failed(_: Request, error: Exception) -> JSONResponse:
         service.counts.num_defects += 1
@@ -90,7 +90,8 @@ def make_app(service: Service) -> FastAPI:
         return JSONResponse(shape.error(_DEFECT), status_code=_DEFECT.status)
 
     app.add_exception_handler(Exception, failed)
-    for kind in (StarletteHTTPException, HTTPException, RequestValidationError, CallError):
+    kinds = (StarletteHTTPException, HTTPException, RequestValidationError, CallError)
+    for kind in (*kinds, ArealRayError):
         app.add_exception_handler(kind, refused)
 
     @app.get("/health")
@@ -170,7 +171,7 @@ class Edge:
         except CallError as error:
             told = error
         except ArealRayError as error:
-            told = CallError(503, "unavailable", str(error), retry_after_s=_RETRY_S)
+            told = _as_call_error(error)
         except asyncio.CancelledError:
             told = SHUTTING_DOWN
         except Exception:
@@ -262,6 +263,8 @@ def _wrong_method(method: str, methods: Mapping[str, _Answer]) -> CallError:
 def _as_call_error(error: Exception) -> CallError:
     if isinstance(error, CallError):
         return error
+    if isinstance(error, ArealRayError):
+        return CallError(503, "unavailable", str(error), retry_after_s=_RETRY_S)
     if isinstance(error, StarletteHTTPException):
         codes = {404: "not_found", 405: "method_not_allowed"}
         return CallError(error.status_code, codes.get(error.status_code, "error"), error.detail)

@@ -125,9 +125,7 @@ class Exchange:
 
     async def refuse(self, error: CallError, content: Any) -> None:
         """Send an error, `content` being its body in the dialect's shape."""
-        headers: Headers = []
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+        headers = [(name.encode(), text.encode()) for name, text in retry_headers(error).items()]
         await self.answer(error.status, content, headers)
 
     async def begin_stream(self, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -237,6 +235,13 @@ class Watch:
             async with asyncio.timeout(self._limits.stalled_reader_s):
                 await self._exchange.write(self._keep_alive())
             self._last_sent = now
+
+
+def retry_headers(error: CallError) -> dict[str, str]:
+    """The headers that tell a client when to ask again, where that helps."""
+    if error.retry_after_s is None:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
 
 
 def json_bytes(content: Any) -> bytes:

@@ -10,6 +10,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
+from enum import StrEnum
 
 from areal_ray.errors import ArealRayError
 
@@ -17,6 +18,17 @@ MOST_KEY_CHARACTERS = 512
 _FEWEST_KEY_CHARACTERS = 16
 _NAMED = re.compile(r"(?:ar|s|g)-([a-z0-9]{1,16})-.+")
 _HASH_BYTES = 32
+
+
+class Scope(StrEnum):
+    """What a key is for."""
+
+    ADMIN = "admin"
+    """Starts sessions, sets any reward, exports."""
+    SESSION = "session"
+    """Calls the model and sets rewards in one session."""
+    AGENT = "agent"
+    """A fixed key of a deployed agent: the same in its session of the moment."""
 
 
 def check_name(name: str) -> str:

@@ -226,6 +226,14 @@ class Recorder:
                 return written_down(turn)
         raise KeyError(f"turn {turn_id}: is not closed; must be one of the closed turns")
 
+    def has_reply(self, turn_id: int) -> bool:
+        """Whether a turn was answered to its end."""
+        return any(turn.turn_id == turn_id and turn.reply is not None for turn in self._turns)
+
+    def turn_records(self) -> list[TurnRecord]:
+        """What all turns that are over added, in the order that `replay` needs."""
+        return [written_down(turn) for turn in self._turns]
+
     def replay(self, record: TurnRecord) -> None:
         """Take up a turn of an earlier process; all of them in their order give it all again."""
         turn = taken_up(record, self._root, self._turns, self._policy)

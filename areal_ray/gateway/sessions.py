@@ -1,28 +1,29 @@
 """The gateway's sessions: who may call into which record, and what training gets of them."""
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_ray.core.config import Config
 from areal_ray.core.trajectory import Trajectory
-from areal_ray.gateway.call import CallHints
+from areal_ray.gateway import keys
+from areal_ray.gateway.call import CallError, CallHints
+from areal_ray.gateway.conversation_names import conversation_names
 from areal_ray.gateway.door import SessionRecord
+from areal_ray.gateway.keys import Scope
 from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.session_book import PastSession, SessionBook
+from areal_ray.gateway.session_journal import SEGMENT_BYTES, SessionJournal
+from areal_ray.gateway.session_rules import SessionRules, SessionsConfig
+from areal_ray.gateway.session_state import Session, SessionGroup, SessionState
 
+__all__ = ["Caller", "ReadyGroup", "SessionCounts", "Sessions", "SessionsConfig"]
 
-class SessionsConfig(Config):
-    """How long sessions last."""
+_log = logging.getLogger(__name__)
 
-    session_timeout_s: float = 3600.0
-    """Longest life of a session. Then, as with the next one, it counts with the reward that it
-    has; without one it is rejected, with the time-out as reason."""
-    idle_timeout_s: float = 900.0
-    """Longest silence of a session between two calls."""
-    feedback_timeout_s: float = 600.0
-    """How long a session that ended without a reward waits for one. Then it is unscored, which is
-    no reward of 0. Set 0 where the recipe has a reward function for those."""
+UNUSABLE = "unusable_samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,28 @@ class SessionCounts:
     """Groups whose sessions were all rejected, by the first one's reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request."""
+
+    scope: Scope
+    key_hash: bytes
+    session: Session | PastSession | None = None
+    """Of the key; of a fixed one, its latest. None for the admin key."""
+
+    def may_see(self, session: Session) -> bool:
+        """Whether a session is the caller's own."""
+        is_admin = self.scope is Scope.ADMIN
+        return is_admin or keys.is_same(session.start.key_hash, self.key_hash)
+
+
 class Sessions:
     """Sessions of one gateway replica; a `Door`. For one event loop alone.
 
-    A session lives open -> rewarded -> sealed -> admitted -> trained(step), or ends rejected(reason);
-    each step of it and each turn is in the journal, and a new object over the same folder goes on
-    where the old one was: open sessions with the agent's next call, sealed ones that were not
-    admitted are offered again.
+    A session lives open -> rewarded -> sealed -> admitted -> trained(step), or ends
+    rejected(reason). Each step of it and each turn is in the journal, and a new object over the
+    same folder goes on where the old one was: open sessions with the agent's next call; sealed
+    ones that were not admitted are offered again.
 
     Args:
         config: Time-outs.
@@ -82,8 +98,10 @@ class Sessions:
         admin_key_hash: `keys.hash_key` of the admin key.
         peers: Base URLs of all replicas by name; a call for a session of another one is passed on.
         clock: Seconds since the epoch.
+        segment_bytes: Of the journal's files.
 
     Raises:
+        ArealRayError: The name cannot be part of a key.
         StorageError: The journal cannot be written.
     """
 
@@ -97,30 +115,58 @@ class Sessions:
         admin_key_hash: bytes,
         peers: Callable[[], Mapping[str, str]] = dict,
         clock: Callable[[], float] = time.time,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        raise NotImplementedError
+        self.name = keys.check_name(name)
+        self.peers = peers
+        self._admin_key_hash = admin_key_hash
+        self._clock = clock
+        journal = SessionJournal(folder, name, segment_bytes=segment_bytes)
+        self.book = SessionBook(journal, new_recorder, clock)
+        self.rules = SessionRules(self.book, config, clock)
+        self._num_unscored = 0
 
     # -- for training --------------------------------------------------------------------------
 
     def open_slot(self) -> None:
         """Training wants one more group: agents may start one, unless one is there already."""
-        raise NotImplementedError
+        self.rules.num_slots += 1
 
     def close_slot(self) -> None:
         """Training has got it, or wants it no more; what agents began goes on."""
-        raise NotImplementedError
+        self.rules.num_slots = max(0, self.rules.num_slots - 1)
 
     async def next_ready(self) -> ReadyGroup:
         """The oldest group that is over and that nobody holds; the caller holds it from then on.
 
         Its rewards are fixed until it is handed back. Waits for: agents to end their sessions, or
         their time-outs; without a deadline, cancel it.
+
+        Raises:
+            StorageError: The journal cannot be written.
         """
-        raise NotImplementedError
+        while True:
+            self.rules.sweep()
+            group = next(iter(self.rules.ready.values()), None)
+            if group is None:
+                await self.rules.changed()
+                continue
+            await self.book.settled()
+            if group.key in self.rules.ready:
+                ready = self._held(group)
+                if ready is not None:
+                    return ready
 
     def hand_back(self, group_key: str) -> None:
         """A group that is held or admitted was lost on its way: it is offered again."""
-        raise NotImplementedError
+        group = self.book.groups.get(group_key)
+        if group is None:
+            return
+        for session in group.sessions:
+            if session.state is SessionState.ADMITTED:
+                self.book.write(session, "state", state=str(SessionState.SEALED))
+        group.is_held = False
+        self.rules.note(group)
 
     def admitted(self, session_ids: Sequence[str], group_id: str) -> None:
         """The sessions are in the run's own journal, as `group_id`: they are not offered again.
@@ -128,30 +174,166 @@ class Sessions:
         Sessions that are not known any more, or were admitted before, are passed over, so that a
         caller may tell twice; so with `trained` and `rejected`.
         """
-        raise NotImplementedError
+        for session in self._known(session_ids, SessionState.SEALED):
+            self.book.write(session, "state", state=str(SessionState.ADMITTED), g=group_id)
+            self._num_unscored += session.total_reward is None
+            session.group.is_held = False
+            self.rules.note(session.group)
 
     def trained(self, session_ids: Sequence[str], step: int) -> None:
         """The sessions shaped the weights of `step`: their records are deleted."""
-        raise NotImplementedError
+        for session in self._known(session_ids, SessionState.SEALED, SessionState.ADMITTED):
+            self.book.finish(session, SessionState.TRAINED, step=step)
+            self.rules.note(session.group)
 
     def rejected(self, session_ids: Sequence[str], reason: str) -> None:
         """The sessions will not be trained: their records are deleted."""
-        raise NotImplementedError
+        for session in self._known(session_ids, SessionState.SEALED, SessionState.ADMITTED):
+            self.rules.reject(session, reason)
 
     def counts(self) -> SessionCounts:
         """What is held here now."""
-        raise NotImplementedError
+        sessions, groups = self.book.sessions.values(), self.book.groups.values()
+        early = (SessionState.OPEN, SessionState.REWARDED)
+        num_open = sum(one.state in early and not one.ended_s for one in sessions)
+        num_admitted = sum(one.state is SessionState.ADMITTED for one in sessions)
+        num_done = sum(len(group.sessions) for group in groups if group.is_sealed)
+        return SessionCounts(
+            num_slots=self.rules.num_slots,
+            num_open=num_open,
+            num_waiting=len(sessions) - num_open - num_admitted - num_done,
+            num_ready=len(self.rules.ready),
+            num_held=sum(group.is_held for group in groups),
+            num_admitted=num_admitted,
+            num_trained=self.book.num_trained,
+            num_unscored=self._num_unscored,
+            rejected=dict(self.book.rejected),
+            failed_groups=dict(self.book.failed_groups),
+        )
 
     def close(self) -> None:
         """Close the journal; a new object may take over."""
-        raise NotImplementedError
+        self.book.close()
+
+    def _held(self, group: SessionGroup) -> ReadyGroup | None:
+        """The group, now held; None if nothing of it may train."""
+        trajectories: list[Trajectory] = []
+        splits: Counter[str] = Counter()
+        for session in list(group.sessions):
+            try:
+                trajectories += session.trajectories()
+                splits += session.recorder.splits
+            except ValueError as error:
+                _log.error("session %s: %s", session.session_id, error)
+                self.rules.reject(session, UNUSABLE)
+        if not group.sessions:
+            return None
+        group.is_held = True
+        self.rules.note(group)
+        return ReadyGroup(
+            group_key=group.key,
+            task_id=group.task_id,
+            session_ids=tuple(session.session_id for session in group.sessions),
+            trajectories=tuple(trajectories),
+            num_turns=sum(session.recorder.num_turns for session in group.sessions),
+            splits=dict(splits),
+        )
+
+    def _known(self, session_ids: Sequence[str], *states: SessionState) -> list[Session]:
+        found = [self.book.sessions.get(session_id) for session_id in session_ids]
+        return [one for one in found if one is not None and one.state in states]
 
     # -- as a door -----------------------------------------------------------------------------
 
+    def is_admin(self, key_hash: bytes) -> bool:
+        """Whether a hash is the admin key's."""
+        return keys.is_same(key_hash, self._admin_key_hash)
+
+    def home(self, key: str, session_id: str = "") -> str:
+        """The replica that a call belongs to; empty if it is this one.
+
+        Args:
+            key: As the client sent it, or a fixed one that a session is started with.
+            session_id: Of a session or group, where the call names one.
+        """
+        peers = self.peers()
+        home = keys.replica_of(session_id) or keys.replica_of(key)
+        if not home and not session_id and key and peers:
+            is_admin = len(key) <= keys.MOST_KEY_CHARACTERS and self.is_admin(keys.hash_key(key))
+            home = "" if is_admin else keys.home_of(key, peers)
+        return home if home in peers and home != self.name else ""
+
+    def identify(self, key: str) -> Caller:
+        """Who sends this key.
+
+        Raises:
+            CallError: 401.
+        """
+        if not key:
+            raise _refused_key("is missing")
+        if len(key) > keys.MOST_KEY_CHARACTERS:
+            raise _refused_key("is none of this server's")
+        hashed = keys.hash_key(key)
+        if self.is_admin(hashed):
+            return Caller(Scope.ADMIN, hashed)
+        session = self.book.of_key(hashed)
+        if session is None:
+            raise _refused_key("is none of this server's, or was forgotten since its session ended")
+        is_fixed = not keys.replica_of(key)
+        return Caller(Scope.AGENT if is_fixed else Scope.SESSION, hashed, session)
+
     async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
         """See `Door.enter`."""
-        raise NotImplementedError
+        self.rules.sweep()
+        session = self._entered(self.identify(key), path_session)
+        session.num_inside += 1
+        session.active_s = self._clock()
+        session.note_conversations(conversation_names(hints))
+        return session.record
 
     def leave(self, record: SessionRecord) -> None:
         """See `Door.leave`."""
-        raise NotImplementedError
+        session = self.book.sessions.get(record.session_id)
+        if session is not None and session.num_inside:
+            session.num_inside -= 1
+            session.active_s = self._clock()
+            self.rules.settle(session)
+
+    def _entered(self, caller: Caller, path_session: str) -> Session:
+        session = caller.session
+        if caller.scope is Scope.ADMIN:
+            if not path_session:
+                raise _refused_key(
+                    "is the admin key, which has no session. Send the api_key that "
+                    "/rl/start_session gave"
+                )
+            session = self.book.sessions.get(path_session) or self.book.past.get(path_session)
+        elif path_session and session is not None and session.session_id != path_session:
+            session = None
+        if session is None:
+            raise no_session(path_session)
+        if isinstance(session, PastSession) or session.ended_s:
+            raise session_over(session)
+        return session
+
+
+def no_session(session_id: str) -> CallError:
+    """404, for a session that is none or is another's."""
+    return CallError(404, "session_not_found", f"session {session_id[:80]!r}: there is none here")
+
+
+def session_over(session: Session | PastSession) -> CallError:
+    """410, for a session that nothing may be asked of any more."""
+    if isinstance(session, PastSession):
+        told = f"{session.state}: {session.reason}" if session.reason else str(session.state)
+    else:
+        told = session.end_reason
+    return CallError(
+        410,
+        "session_over",
+        f"session {session.session_id}: is over ({told}). Start another with /rl/start_session",
+    )
+
+
+def _refused_key(what: str) -> CallError:
+    return CallError(401, "invalid_api_key", f"API key: {what}")

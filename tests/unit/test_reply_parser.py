@@ -1,6 +1,7 @@
 """Replies read back from sampled text: reasoning, what is said, tool calls; in any chunks."""
 
 import json
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ THINK = TPL_A + "{# <think> </think> #}"
 THINK_OPEN = THINK.replace("[assistant]{%", "[assistant]<think>\n{%")
 
 
+@cache
 def template(source: str = THINK, specials: tuple[str, ...] = ()) -> ChatTemplate:
     return ChatTemplate(letter_tokenizer(specials=specials), source)
 
@@ -393,3 +395,13 @@ def test_a_recipe_may_name_every_parser_there_is_and_no_other():
     for wrong in ({"tool_parser": "hermez"}, {"reasoning_parser": "thin"}):
         with pytest.raises(ValueError, match="parser"):
             AgentConfig(**wrong)
+
+
+@pytest.mark.parametrize("call", [CALL, CODER])
+def test_one_character_at_a_time_is_the_same_as_all_at_once(call):
+    reader = replies("hermes" if call == CALL else "qwen3_coder")
+    text = f"<think>\na </thin b\n</think>\n\nhi <tool {call}\n{call}"
+    parser = reader.parser(TOOLS, OUTSIDE, key="turn")
+    pieces = [piece for letter in text for piece in parser.feed(letter)] + parser.finish()
+    assert joined(pieces) == reader.read(text, TOOLS, OUTSIDE, key="turn")
+    assert said(joined(pieces))[:2] == ("a </thin b", "hi <tool")

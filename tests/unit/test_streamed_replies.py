@@ -1,5 +1,6 @@
 """Ids told while they are sampled and recorded whole: one reply, and every id in the record."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ CALLS = {
 SCRAPS = ["<think>", "</think>", "hi ", "STOP", "<tool_call>", "{", EOS, "<hidden>", "\n"]
 
 
+@cache
 def template(name: str) -> ChatTemplate:
     return ChatTemplate(letter_tokenizer(specials=SPECIALS), SOURCES[name])
 

@@ -13,6 +13,7 @@ from areal_ray.engines.vllm_arguments import (
     engine_argument_types,
     engine_arguments,
     head_problem,
+    parser_problems,
     vllm_home,
     vllm_problems,
 )
@@ -227,3 +228,17 @@ def test_heads_that_the_cpu_build_does_not_compute_are_told_at_once(model, refus
     told = head_problem(model)
     assert (told is None) == (refused is None)
     assert refused is None or refused in told
+
+
+def test_a_parser_of_ours_needs_no_vllm():
+    assert list(parser_problems("hermes")) == []
+
+
+@pytest.mark.skipif(vllm_home() is None, reason="vllm is not installed")
+def test_a_tool_parser_that_vllm_lacks_is_told_by_its_source_alone():
+    assert list(parser_problems("vllm:deepseek_v3")) == []
+    (near,) = parser_problems("vllm:deepseek_v33")
+    assert near.startswith("agent.tool_parser: is vllm:deepseek_v33; vLLM has no parser of that")
+    assert "Did you mean 'vllm:deepseek_v3" in near
+    (far,) = parser_problems("vllm:0")
+    assert "Use one of apertus" in far

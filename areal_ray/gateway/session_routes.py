@@ -1,0 +1,138 @@
+"""`/rl/start_session`, `/rl/set_reward`, `/rl/end_session` and `/export_trajectories` over HTTP."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from areal_ray.gateway.app import Service, make_app
+from areal_ray.gateway.call import CallError
+from areal_ray.gateway.exchange import ClientGone, Exchange, json_bytes
+from areal_ray.gateway.forwarding import PASSED_ON, Forwarding
+from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
+from areal_ray.gateway.session_requests import SessionRequest, SessionRequests
+from areal_ray.gateway.sessions import Sessions
+
+_Verb = Callable[[SessionRequest], dict[str, Any] | Awaitable[dict[str, Any]]]
+_ELSEWHERE = (404, 429)
+"""Answers after which another replica is asked."""
+
+
+def make_sessions_app(
+    service: Service, sessions: Sessions, clock: Callable[[], float] = time.time
+) -> Any:
+    """The ASGI application of a service whose door is `sessions`, with their routes."""
+    app = make_app(service)
+    forwarding = Forwarding(app, sessions, service.limits)
+    routes = _Routes(sessions, SessionRequests(sessions, clock), forwarding, service.limits)
+    routes.add_to(app)
+    return forwarding
+
+
+class _Routes:
+    def __init__(
+        self,
+        sessions: Sessions,
+        requests: SessionRequests,
+        forwarding: Forwarding,
+        limits: EdgeLimits,
+    ) -> None:
+        self._sessions = sessions
+        self._requests = requests
+        self._forwarding = forwarding
+        self._limits = limits
+
+    def add_to(self, app: FastAPI) -> None:
+        verbs: dict[str, tuple[_Verb, list[str]]] = {
+            "/rl/start_session": (self._requests.start, ["POST"]),
+            "/rl/set_reward": (self._requests.set_reward, ["POST"]),
+            "/rl/end_session": (self._requests.end, ["POST"]),
+            "/export_trajectories": (self._requests.export, ["GET", "POST"]),
+        }
+        for path, (verb, methods) in verbs.items():
+            for prefix in ("", "/v1"):
+                name = path.rsplit("/", 1)[1]
+                app.add_api_route(
+                    prefix + path,
+                    self._answering(verb),
+                    methods=methods,
+                    name=name,
+                    include_in_schema=not prefix,
+                    description=verb.__doc__ or "",
+                )
+
+    def _answering(self, verb: _Verb) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await self._answer(verb, request)
+
+        return answer
+
+    async def _answer(self, verb: _Verb, request: Request) -> Response:
+        exchange = Exchange(request.scope, request.receive, _nowhere, self._limits)
+        check_headers(exchange.raw_headers, self._limits)
+        try:
+            body = await exchange.body()
+        except ClientGone:
+            return Response(status_code=499)
+        asked = self._asked(request, exchange, body)
+        if PASSED_ON in exchange.open_headers():
+            return await _done(verb, asked)
+        home = self._sessions.home("", asked.text("session_id") or asked.text("group_id"))
+        fixed = asked.text("api_key")
+        if home or (fixed and (home := self._sessions.home(fixed))):
+            return await self._at(home, request, body)
+        try:
+            return await _done(verb, asked)
+        except CallError as error:
+            if error.status not in _ELSEWHERE:
+                raise
+            return await self._elsewhere(error, request, body)
+
+    def _asked(self, request: Request, exchange: Exchange, body: bytes) -> SessionRequest:
+        given: dict[str, Any] = dict(request.query_params) if request.method == "GET" else {}
+        for name in ("discount", "wait_s"):
+            if name in given:
+                given[name] = _number(given[name])
+        if body:
+            given |= parsed(unpacked(body, exchange.encoding, self._limits), self._limits)
+        again = exchange.open_headers().get("idempotency-key", "")
+        return SessionRequest(exchange.key(), given, again)
+
+    async def _elsewhere(self, error: CallError, request: Request, body: bytes) -> Response:
+        """What is not here may be at another replica; `error` is the answer if it is nowhere."""
+        for name in sorted(self._sessions.peers()):
+            if name != self._sessions.name:
+                try:
+                    answer = await self._at(name, request, body)
+                except CallError:  # it is down; the others may know
+                    continue
+                if answer.status_code not in (*_ELSEWHERE, 401):
+                    return answer
+        raise error
+
+    async def _at(self, home: str, request: Request, body: bytes) -> Response:
+        status, content, headers = await self._forwarding.ask(home, request.scope, body)
+        kept = {name: headers[name] for name in ("content-type", "retry-after") if name in headers}
+        return Response(content, status, kept)
+
+
+async def _nowhere(_: Any) -> None:
+    """FastAPI sends what these routes answer."""
+
+
+async def _done(verb: _Verb, asked: SessionRequest) -> Response:
+    told = verb(asked)
+    if not isinstance(told, dict):
+        told = await told
+    content = await asyncio.to_thread(json_bytes, told) if "sessions" in told else json_bytes(told)
+    return Response(content, media_type="application/json")
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
