@@ -1,20 +1,23 @@
 """GatewayActor: the HTTP edge in front of the rollout fleet.
 
-A thin shell: `gateway/` answers calls and keeps the records, `FleetSampler` brings turns to the
-replicas. Its state comes from the constructor and its folder alone: after a restart it listens on
-the same port.
+A thin shell: `gateway/` answers calls and keeps records and sessions, `FleetSampler` brings turns
+to the replicas. Its state comes from the constructor and its folder alone: after a restart it
+listens on the same port, and sessions go on from their journal.
+
+serve_group waits for: agents that end their sessions; unblocked by them and by their time-outs.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from areal_ray.core.storage import replace_text
+from areal_ray.core.summaries import GroupSummary
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.errors import ArealRayError
 from areal_ray.gateway.answer import Answers, CallLimits
@@ -24,11 +27,16 @@ from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.server import GatewayServer
+from areal_ray.gateway.session_routes import make_sessions_app
+from areal_ray.gateway.sessions import SessionCounts, Sessions
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
+from areal_ray.runtime.episode_dump import write_episodes
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.fleet_sampler import FleetSampler
 from areal_ray.runtime.garbage import collect_rarely
-from areal_ray.runtime.gateway_config import GatewayConfig
+from areal_ray.runtime.gateway_config import GatewayConfig, SessionTerms
+from areal_ray.runtime.gateway_notes import Note
+from areal_ray.runtime.ready_group import as_group, num_rewarded
 from areal_ray.runtime.reply_format import reply_format
 from areal_ray.runtime.rollout_client import RolloutClient
 
@@ -57,6 +65,22 @@ class GatewayHealth:
     num_defects: int
     num_turns_pending: int
     """Waiting for a rollout replica."""
+    sessions: SessionCounts | None = None
+    """None where it serves without."""
+
+    @property
+    def told(self) -> str:
+        """On one line, for `areal-ray status`."""
+        calls = f"{self.url}, {self.num_open} calls"
+        if self.sessions is None:
+            return calls
+        held = self.sessions
+        rejected = sum(held.rejected.values())
+        return (
+            f"{calls}; sessions: {held.num_open} open, {held.num_waiting} waiting, "
+            f"{held.num_admitted} admitted, {held.num_trained} trained, {rejected} rejected; "
+            f"groups: {held.num_ready + held.num_held} sealed, room for {held.num_slots}"
+        )
 
 
 class GatewayActor:
@@ -68,8 +92,12 @@ class GatewayActor:
         config: Address, limits, parsers and policy.
         sampling: How turns are sampled.
         replicas: Rollout actors by name: handles, or the names they were spawned under.
-        folder: Where its port is remembered; the run's journal. Empty = nowhere.
-        key_hash: `gateway.keys.hash_key` of what clients have to send; empty = nothing.
+        folder: Where its address and its sessions are remembered; the run's journal. Empty =
+            nowhere.
+        run_folder: Where sample episodes are written down; empty = nowhere.
+        key_hash: `gateway.keys.hash_key` of what clients have to send; empty = nothing. With
+            sessions, of the admin key.
+        terms: Of the sessions; None = it serves without, each call by itself.
         context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the model
             allows, as the engines read it.
         model_name: What the model list shows.
@@ -85,6 +113,8 @@ class GatewayActor:
         sampling: SamplingConfig,
         replicas: Mapping[str, Any],
         folder: str = "",
+        run_folder: str = "",
+        terms: SessionTerms | None = None,
         key_hash: bytes = b"",
         context_tokens: int = 0,
         model_name: str = "policy",
@@ -94,8 +124,10 @@ class GatewayActor:
         self._config = config
         self._index = int(name.rpartition("-")[2])
         self._incarnation = uuid4().hex[:12]
-        self._address = Path(folder) / f"{name}.port" if folder else None
-        template = ChatTemplate.from_folder(model_path)
+        self._folder, self._run_folder = Path(folder), run_folder
+        self._address = _address_file(self._folder, self._index) if folder else None
+        self._terms = terms
+        self._template = template = ChatTemplate.from_folder(model_path)
         reader = reply_format(
             template, config.tool_parser, config.reasoning_parser, where="gateway"
         )
@@ -113,7 +145,24 @@ class GatewayActor:
             stop=sampling.stop,
         )
         sampler = FleetSampler(self._rollouts, sampling)
-        door: Door = OpenDoor(lambda: Recorder(template, policy, reader), key_hash)
+        self._peers: dict[str, str] = {}
+        self._sessions: Sessions | None = None
+
+        def new_recorder() -> Recorder:
+            return Recorder(template, policy, reader)
+
+        door: Door
+        if terms is None:
+            door = OpenDoor(new_recorder, key_hash)
+        else:
+            door = self._sessions = Sessions(
+                config.sessions,
+                new_recorder,
+                self._folder,
+                name=str(self._index),
+                admin_key_hash=key_hash,
+                peers=lambda: self._peers,
+            )
         self._service = Service(
             answers=Answers(template, reader, sampler, limits=limits, seed=seed),
             door=door,
@@ -123,7 +172,10 @@ class GatewayActor:
                 body_bytes=config.max_body_bytes, concurrent_calls=config.max_concurrent_calls
             ),
         )
-        self._app = make_app(self._service)
+        if self._sessions is None:
+            self._app = make_app(self._service)
+        else:
+            self._app = make_sessions_app(self._service, self._sessions)
         self._server: GatewayServer | None = None
         self._opening = asyncio.Lock()
         self._url = ""
@@ -139,7 +191,9 @@ class GatewayActor:
             if self._server is None:
                 self._url = await self._listen()
                 if self._address is not None:
-                    replace_text(self._address, self._url.rpartition(":")[2])
+                    replace_text(self._address, self._url)
+        if self._config.replicas > 1:
+            self._peers = self._written_urls()
         return self._url
 
     async def health(self) -> GatewayHealth:
@@ -154,7 +208,60 @@ class GatewayActor:
             num_failed=counts.num_failed,
             num_defects=counts.num_defects,
             num_turns_pending=self._rollouts.num_pending,
+            sessions=None if self._sessions is None else self._sessions.counts(),
         )
+
+    async def serve_group(self, group_id: str) -> tuple[GroupSummary, bytes]:
+        """Have agents start one more group of sessions, unless one is there already; the oldest.
+
+        Args:
+            group_id: The lease's.
+
+        Returns:
+            The summary, and the group as `core.trajectory.encode_group` writes it.
+        """
+        sessions, terms = self._sessions, self._terms
+        assert sessions is not None
+        assert terms is not None
+        await self.open()
+        sessions.open_slot()
+        try:
+            while True:
+                ready = await sessions.next_ready()
+                count = num_rewarded(ready)
+                if terms.has_reward_function or count >= terms.least_rewarded:
+                    break
+                sessions.rejected(
+                    ready.session_ids,
+                    f"{count} of the group's sessions have a reward; admission asks for "
+                    f"{terms.least_rewarded}",
+                )
+        finally:
+            sessions.close_slot()
+        return as_group(ready, group_id, has_reward_function=terms.has_reward_function)
+
+    async def take_notes(self, notes: Sequence[Note]) -> None:
+        """What became of sessions; a note that comes twice changes nothing."""
+        sessions = self._sessions
+        assert sessions is not None
+        for note in notes:
+            if note.verb == "admitted":
+                sessions.admitted(note.sessions, note.fact)
+            elif note.verb == "trained":
+                sessions.trained(note.sessions, int(note.fact))
+            elif note.verb == "rejected":
+                sessions.rejected(note.sessions, note.fact)
+            else:
+                sessions.hand_back(note.session_group)
+
+    async def dump_episodes(self, payloads: Sequence[Any], step: int) -> None:
+        """Write the episodes of groups that `step` trained on to episodes.jsonl.
+
+        Args:
+            payloads: References to encoded groups, in a list so that Ray passes them on unread.
+            step: Steps done when they were trained on.
+        """
+        await write_episodes(payloads, self._template, Path(self._run_folder), step)
 
     async def close(self) -> None:
         """Let calls end within the server's grace, then abort what is under way."""
@@ -185,7 +292,20 @@ class GatewayActor:
     def _remembered_port(self) -> int:
         if self._address is None or not self._address.exists():
             return 0
-        return int(self._address.read_text(encoding="utf-8"))
+        return int(self._address.read_text(encoding="utf-8").rpartition(":")[2])
+
+    def _written_urls(self) -> dict[str, str]:
+        """Of all replicas that have listened so far, by the names that sessions know them by."""
+        files = {
+            str(index): _address_file(self._folder, index) for index in range(self._config.replicas)
+        }
+        return {
+            name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()
+        }
+
+
+def _address_file(folder: Path, index: int) -> Path:
+    return folder / f"gateway-{index}.url"
 
 
 def _reachable(url: str, host: str) -> str:

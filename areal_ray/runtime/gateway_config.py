@@ -1,5 +1,6 @@
 """What a recipe says about the gateway. Light to import: no Ray, no torch, no HTTP."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -39,3 +40,13 @@ class GatewayConfig(Config):
     """More are turned away with 503."""
     sessions: SessionsConfig = SessionsConfig()
     """How long sessions last (kind online)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What training wants of the sessions."""
+
+    least_rewarded: int
+    """Sessions with a reward below which a group is rejected."""
+    has_reward_function: bool
+    """Sessions without a reward are scored by the run; then none is rejected for lack of one."""
