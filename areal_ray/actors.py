@@ -22,9 +22,11 @@ from areal_ray.recipe import Recipe
 from areal_ray.runtime.agent_actor import AgentActor
 from areal_ray.runtime.cluster import Connection
 from areal_ray.runtime.fleet import Fleet, call, spawn, unheard
+from areal_ray.runtime.gateway_config import GatewayConfig, SessionTerms
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.placement import (
+    GATEWAY,
     PARAM_SYNC,
     Layout,
     Reservation,
@@ -59,8 +61,9 @@ def layout_of(recipe: Recipe) -> Layout:
     return plan_layout(
         rollout=recipe.rollout if parts.samples else None,
         learner=recipe.learner if parts.trains else None,
-        agent=recipe.agent if parts.samples else None,
-        reward=recipe.reward if parts.samples else None,
+        agent=recipe.agent if parts.samples and not parts.serves else None,
+        reward=recipe.scoring if parts.samples else None,
+        gateway=recipe.gateway if parts.serves else None,
         has_evaluation=parts.loop == "train" and recipe.evaluation is not None,
     )
 
@@ -166,6 +169,37 @@ class ActorGraph:
             },
         )
 
+    def gateways(
+        self,
+        rollouts: Fleet,
+        config: GatewayConfig,
+        sampling: SamplingConfig,
+        *,
+        key_hash: bytes = b"",
+        terms: SessionTerms | None = None,
+    ) -> Fleet:
+        """Gateways in front of `rollouts`, for whoever has the key of this hash; with `terms` for
+        sessions that train."""
+        from areal_ray.runtime.gateway_actor import GatewayActor  # needs the extra `gateway`
+
+        return self._fleet(
+            GATEWAY,
+            GatewayActor,
+            lambda index, name: {
+                "name": name,
+                "model_path": self.begin.model_path,
+                "config": config,
+                "sampling": sampling,
+                "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
+                "folder": self.journal,
+                "run_folder": str(self.recipe.folder.resolve()),
+                "key_hash": key_hash,
+                "terms": terms,
+                "context_tokens": self.recipe.rollout.engine.max_context_tokens,
+                "seed": self.recipe.seed,
+            },
+        )
+
     def rewards(self) -> Fleet:
         """Reward actors."""
         return self._fleet(
@@ -173,7 +207,7 @@ class ActorGraph:
             RewardActor,
             lambda index, name: {
                 "name": name,
-                "config": self.recipe.reward,
+                "config": self.recipe.scoring,
                 "search": self.roots,
                 "journal": self.journal,
             },

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from areal_ray.actors import ActorGraph
+from areal_ray.agents.slot_stream import SlotStream
 from areal_ray.agents.task_stream import TasksConfig, TaskStream, fit_prompts, load_tasks
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.shaping import shape_levels
 from areal_ray.core.gate import AdmissionGate
-from areal_ray.core.journal import JOURNAL_FOLDER, LedgerJournal, SegmentKeeper
+from areal_ray.core.journal import JOURNAL_FOLDER, LedgerJournal, SegmentKeeper, read_ledger
 from areal_ray.core.ledger import Ledger
 from areal_ray.core.queue import TrajectoryQueue
 from areal_ray.core.task import Task
@@ -25,6 +26,7 @@ from areal_ray.run import PairRun, Run, SftRun
 from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.gateway_config import SessionTerms
 from areal_ray.runtime.placement import EVALUATION, EVALUATION_AGENT, PARAM_SYNC
 from areal_ray.runtime.saving import CheckpointService
 from areal_ray.runtime.services import (
@@ -34,22 +36,32 @@ from areal_ray.runtime.services import (
     SyncService,
     Tracker,
 )
+from areal_ray.runtime.session_service import SessionService
 from areal_ray.runtime.supervisor import Supervisor
 from areal_ray.telemetry.waits import WaitBoard
 
 
-async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger: Ledger) -> Run:
-    """Every actor of a run with rollouts, loaded and introduced to each other."""
+async def start_rl(
+    graph: ActorGraph,
+    records: Records,
+    waits: WaitBoard,
+    ledger: Ledger,
+    *,
+    admin_key_hash: bytes = b"",
+) -> Run:
+    """Every actor of a run with rollouts, loaded and introduced to each other.
+
+    `admin_key_hash`: of kind online, what the gateways know the admin key by.
+    """
     recipe, begin = graph.recipe, graph.begin
     assert recipe.admission is not None
-    assert recipe.tasks is not None
     for caution in recipe.cautions:
         records.event(f"caution: {caution}")
     sync_handle = graph.param_sync()
     learners = graph.learners(recipe.steps)
     rollouts = graph.rollouts("rollout")
-    agents = graph.agents("agent", rollouts, recipe.rollout.sampling)
-    rewards = graph.rewards() if recipe.reward is not None else None
+    agents = _agents(graph, rollouts, admin_key_hash)
+    rewards = graph.rewards() if recipe.scoring is not None else None
     sync = SyncService(sync_handle, patience_s=recipe.deadlines.start_s, tell=records.event)
     evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
     own = evaluation.fleets if evaluation is not None else []
@@ -61,6 +73,7 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     )
     tracker = Tracker()
     admission = recipe.admission
+    service = await _agent_service(graph, agents, tracker, ledger)
     learner = LearnerService(
         learners, num_minibatches=recipe.learner.ppo_n_minibatches, seed=recipe.seed,
         ranks_per_share=recipe.learner.engine.ranks_per_share,
@@ -72,23 +85,24 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
         deadlines=recipe.deadlines,
         telemetry=recipe.telemetry,
         admission=admission,
-        tasks=TaskStream(
-            _fitted(graph, recipe.tasks, "tasks", records.event),
-            seed=recipe.seed,
-            shuffle=recipe.tasks.shuffle,
-        ),
+        tasks=_tasks(graph, records.event),
         gate=AdmissionGate(admission, version=begin.version),
         queue=TrajectoryQueue(admission, capacity=_queue_capacity(recipe)),
         ledger=ledger,
         guard=FailureGuard(admission),
         comparison=comparison_of(recipe.objective),
         segments=SegmentKeeper(Path(graph.journal)),
-        agents=AgentService(agents, tracker, n_samples=admission.n_samples, seed=recipe.seed),
+        agents=service,
         rewards=_scoring(recipe, rewards, tracker),
         learners=learner,
         sync=sync,
         evaluation=evaluation,
-        checkpoints=CheckpointService(recipe.folder, recipe.checkpoint, learner),
+        checkpoints=CheckpointService(
+            recipe.folder,
+            recipe.checkpoint,
+            learner,
+            told=service.saved if isinstance(service, SessionService) else lambda step: None,
+        ),
         supervisor=Supervisor(rollouts, [agents, *([] if rewards is None else [rewards]), *own]),
         records=records,
         waits=waits,
@@ -98,6 +112,45 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     if begin.state:
         run.load_state_dict(begin.state)
     return run
+
+
+def _agents(graph: ActorGraph, rollouts: Fleet, admin_key_hash: bytes) -> Fleet:
+    """Who makes the episodes that are trained on: agent actors, or gateways for agents outside."""
+    recipe = graph.recipe
+    if not recipe.parts.serves:
+        return graph.agents("agent", rollouts, recipe.rollout.sampling)
+    assert recipe.admission is not None
+    return graph.gateways(
+        rollouts,
+        recipe.gateway,
+        recipe.rollout.sampling,
+        key_hash=admin_key_hash,
+        terms=SessionTerms(recipe.admission.scored_samples_needed, recipe.reward is not None),
+    )
+
+
+async def _agent_service(
+    graph: ActorGraph, fleet: Fleet, tracker: Tracker, ledger: Ledger
+) -> AgentService | SessionService:
+    recipe, begin = graph.recipe, graph.begin
+    assert recipe.admission is not None
+    if not recipe.parts.serves:
+        n_samples = recipe.admission.n_samples
+        return AgentService(fleet, tracker, n_samples=n_samples, seed=recipe.seed)
+    service = SessionService(fleet, tracker, max_attempts=recipe.admission.max_attempts)
+    for name in fleet.names():
+        service.urls[name] = (await fleet.submit(name, "health")).url
+    service.go_on(read_ledger(Path(graph.journal)), begin.step)
+    ledger.follow(service.follow)
+    return service
+
+
+def _tasks(graph: ActorGraph, tell: Callable[[str], None]) -> TaskStream | SlotStream:
+    tasks, seed = graph.recipe.tasks, graph.recipe.seed
+    if tasks is None:
+        return SlotStream()
+    fitted = _fitted(graph, tasks, "tasks", tell)
+    return TaskStream(fitted, seed=seed, shuffle=tasks.shuffle)
 
 
 async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> SftRun:

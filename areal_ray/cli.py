@@ -81,6 +81,22 @@ def train(
     _go(loaded, overwrite=overwrite, resume=resume, print_config=print_config)
 
 
+@app.command()
+def serve(recipe: RecipeFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Train from agents in processes of their own: print once where and with which key they call.
+
+    The recipe is of kind online. The environment variable AREAL_RAY_ADMIN_KEY may give the key.
+    """
+    from areal_ray.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    if not loaded.parts.serves:
+        raise RecipeError(
+            f"kind: is {loaded.kind}; must be online to be served. Use areal-ray train for others."
+        )
+    _go(loaded, overwrite=overwrite, resume=False, print_config=False)
+
+
 @app.command(name="eval")
 def evaluate(
     target: Annotated[
@@ -249,7 +265,13 @@ def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) 
 def _follow(handle: "RunHandle") -> int:
     """Wait for a run; Ctrl-C or SIGTERM stops it, a second one ends the process at once."""
     asked: list[int] = []
+    is_told = not handle.recipe.parts.serves
     while True:
+        if not is_told and handle.gateway is not None:
+            is_told = True
+            handle.tell(handle.gateway.lines())
+            if handle.recipe.telemetry.console == "off":  # somebody has to know
+                print(handle.gateway.lines(), flush=True)
         taken = signal.sigtimedwait(_STOPS, _POLL_S)
         if taken is not None:
             if asked:

@@ -187,7 +187,7 @@ async def look(run: Run) -> str:
         run.records.event(redact(event, run.secrets))
     run.records.returned(seen.returns)
     run.records.fleet(seen.reading)
-    run.records.status(run.counts())
+    run.records.status(run.counts(), run.services(seen))
     return redact(seen.gone, run.secrets)
 
 

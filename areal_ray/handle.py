@@ -5,11 +5,13 @@ the command line can watch for Ctrl-C.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_ray.errors import ArealRayError
+from areal_ray.gateway_access import GatewayAccess
 from areal_ray.preflight import preflight
 from areal_ray.recipe import Recipe, load_recipe
 from areal_ray.run_folder import RunStatus, read_status
@@ -19,6 +21,8 @@ from areal_ray.telemetry.progress import Progress
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
+
+_LOOK_S = 0.1
 
 
 def launch(
@@ -67,6 +71,10 @@ class RunHandle:
         """Begin; called once, by `launch`."""
         self._thread.start()
 
+    def tell(self, text: str) -> None:
+        """Show something where the run shows what happens, and nowhere else."""
+        self._session.tell(text)
+
     def status(self) -> RunStatus:
         """Whether it runs, the step it is at, and what each role waits for."""
         return read_status(self.folder)
@@ -85,6 +93,29 @@ class RunHandle:
             del curves["learner/loss"]
         drawn = [[name, *plot(c, width=60, height=8)] for name, c in curves.items() if c]
         return "\n".join(line for lines in drawn for line in lines)
+
+    @property
+    def gateway(self) -> GatewayAccess | None:
+        """Where and with which key agents start sessions; None in other kinds than online, and
+        until it serves."""
+        return self._session.gateway
+
+    def wait_for_gateway(self, timeout_s: float = 600.0) -> GatewayAccess:
+        """The same, once it serves.
+
+        Raises:
+            TimeoutError: It does not yet.
+            ArealRayError: What the run failed with before; or it has no gateway.
+        """
+        end_s = time.monotonic() + timeout_s
+        while (access := self.gateway) is None:
+            if not self._thread.is_alive() or not self.recipe.parts.serves:
+                self.wait(0.0)
+                raise ArealRayError(f"run {self.recipe.run_name} has no gateway")
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"the gateway does not serve after {timeout_s} s")
+            time.sleep(_LOOK_S)
+        return access
 
     def wait(self, timeout_s: float | None = None) -> Summary:
         """Wait for the end; the summary.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from areal_ray.engines.lora_config import engine_problems
 
-RunKind = Literal["rl", "sft", "dpo", "reward_model", "distill", "eval"]
+RunKind = Literal["rl", "online", "sft", "dpo", "reward_model", "distill", "eval"]
 Loop = Literal["train", "fit", "prefer", "evaluate"]
 """Of `driver`: train = with rollouts, fit = on given conversations, prefer = on pairs."""
 
@@ -24,6 +24,8 @@ class Parts:
     """It has learner actors."""
     samples: bool = False
     """It has rollout and agent actors, and reward actors where there is a reward."""
+    serves: bool = False
+    """Its episodes come from the clients of a gateway, in place of agent actors."""
     scores: bool = True
     """Rewards score the episodes that are trained on, not held-out ones alone."""
 
@@ -39,6 +41,13 @@ _KINDS: dict[str, Parts] = {
         samples=True,
         needs=("tasks", "reward", "admission"),
         refuses=("sft", "preference"),
+    ),
+    "online": Parts(
+        loop="train",
+        samples=True,
+        serves=True,
+        needs=("admission",),
+        refuses=("tasks", "evaluation", "sft", "preference"),
     ),
     "sft": Parts(
         loop="fit",
@@ -99,6 +108,10 @@ def section_problems(recipe: Any) -> Iterator[str]:
         yield f"model.lora: is given; kind: {kind} trains nothing. Remove the section."
     elif lora is not None and parts.samples:
         yield from engine_problems(lora, recipe.rollout.engine.kind)
+    if kind == "online":
+        yield from _online_problems(recipe)
+    elif recipe.gateway != type(recipe.gateway)():
+        yield f"gateway: is given; kind: {kind} has no use for it. Remove the section."
     if kind == "distill" and parts is not _OFFLINE:
         yield from _distill_problems(recipe)
     if kind == "sft" and recipe.sft is not None and recipe.sft.distillation is not None:
@@ -108,6 +121,19 @@ def section_problems(recipe: Any) -> Iterator[str]:
         )
     if kind == "reward_model" and recipe.preference is not None:
         yield from recipe.preference.reward_model_problems()
+
+
+def _online_problems(recipe: Any) -> Iterator[str]:
+    if recipe.agent != type(recipe.agent)():
+        yield (
+            "agent: is given with kind: online, whose agents are programs of their own. Remove "
+            "the section; parsers and time-outs are in the section gateway."
+        )
+    if recipe.admission is not None and recipe.admission.at_consumption == "wait":
+        yield (
+            "admission.at_consumption: is wait with kind: online, where a step would wait for "
+            "clients that may never come; must be drop or mask. Change it."
+        )
 
 
 def _distill_problems(recipe: Any) -> Iterator[str]:

@@ -26,6 +26,7 @@ from areal_ray.engines.tensor_styles import split_problems
 from areal_ray.engines.vllm_arguments import parser_problems, vllm_problems
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
+from areal_ray.gateway_access import gateway_problems
 from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
 from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
@@ -172,6 +173,7 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.parts.samples:
         yield from _window_problems(recipe)
         yield from parser_problems(recipe.agent.tool_parser)
+    yield from gateway_problems(recipe)
     if recipe.parts.samples and engine.kind == "vllm":
         yield from vllm_problems(engine, read_model_config(Path(recipe.model_path)))
     problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
@@ -275,7 +277,7 @@ def _create_problems(recipe: Recipe) -> Iterator[str]:
 
 def _code_problems(recipe: Recipe) -> Iterator[str]:
     roots = recipe.import_roots
-    if recipe.parts.samples:
+    if recipe.parts.samples and not recipe.parts.serves:
         agent = recipe.agent
         yield from _caught(
             "agent", lambda: check_agent(resolve(agent.run, roots, where="agent.run"), agent)

@@ -36,8 +36,9 @@ from areal_ray.engines.train_config import (
 )
 from areal_ray.errors import RecipeError
 from areal_ray.kinds import Parts, RunKind, parts_of, section_problems
-from areal_ray.rewards.reward import RewardConfig
+from areal_ray.rewards.reward import ABSTAIN, RewardConfig
 from areal_ray.run_folder import RECIPE_FILE as RECIPE_FILE
+from areal_ray.runtime.gateway_config import GatewayConfig
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.run_config import (
     ClusterConfig,
@@ -63,14 +64,15 @@ class Recipe(Config):
     """All that a run is made of."""
 
     kind: RunKind
-    """rl: learn from rewards. sft: from given answers. dpo: from pairs of answers. reward_model:
-    learn to score answers. distill: learn from a teacher. eval: score a model."""
+    """rl: learn from rewards. online: the same, from agents that call the gateway. sft: from given
+    answers. dpo: from pairs of answers. reward_model: learn to score answers. distill: learn from
+    a teacher. eval: score a model."""
     name: str = Field(min_length=1, max_length=100)
     """Of the run and its folder. `{seed}` stands for the seed."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Of everything that is drawn."""
     steps: int = Field(0, ge=0)
-    """Learner steps of kind rl and distill; of the others their own sections say how many."""
+    """Learner steps of kinds rl, online and distill; the others say it in their own sections."""
     model: ModelConfig
     """What is sampled from and trained."""
     tasks: TasksConfig | None = None
@@ -89,6 +91,8 @@ class Recipe(Config):
     """Frozen model that objective.kl is measured against, or that DPO starts from."""
     teacher: TeacherConfig | None = None
     """Frozen model that objective.distillation, or kind distill, learns from."""
+    gateway: GatewayConfig = GatewayConfig()
+    """Where agents in processes of their own reach the policy (kind online)."""
     rollout: RolloutConfig = RolloutConfig()
     """The generation engines."""
     learner: LearnerConfig = LearnerConfig()
@@ -130,6 +134,14 @@ class Recipe(Config):
     def parts(self) -> Parts:
         """Loop and actors of its kind."""
         return parts_of(self.kind, has_sft=self.sft is not None)
+
+    @property
+    def scoring(self) -> RewardConfig | None:
+        """What scores episodes. Of kind online one that abstains where the recipe has none, since
+        rewards come from clients; its actor still writes groups to the journal."""
+        if self.reward is None and self.parts.serves:
+            return RewardConfig(score=ABSTAIN)
+        return self.reward
 
     @property
     def run_name(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from areal_ray.agents.slot_stream import SlotStream
 from areal_ray.agents.task_stream import TaskStream
 from areal_ray.core.gate import AdmissionGate
 from areal_ray.core.journal import JournalPlace, SegmentKeeper
@@ -30,7 +31,8 @@ from areal_ray.runtime.services import (
     SyncService,
     Tracker,
 )
-from areal_ray.runtime.supervisor import Supervisor
+from areal_ray.runtime.session_service import SessionService
+from areal_ray.runtime.supervisor import Look, Supervisor
 from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.waits import WaitBoard
 
@@ -126,17 +128,17 @@ class PairRun(LearnerRun):
 
 @dataclass(kw_only=True)
 class Run(LearnerRun):
-    """A run with rollouts: kind rl or distill."""
+    """A run with rollouts: kind rl, online or distill."""
 
     admission: AdmissionConfig
-    tasks: TaskStream
+    tasks: TaskStream | SlotStream
     gate: AdmissionGate
     queue: TrajectoryQueue[Any]
     ledger: Ledger
     guard: FailureGuard
     comparison: Comparison
     segments: SegmentKeeper
-    agents: AgentService
+    agents: AgentService | SessionService
     rewards: RewardService | None
     """None where nobody scores episodes (kind distill)."""
     sync: SyncService
@@ -217,6 +219,17 @@ class Run(LearnerRun):
             "headroom": self.gate.headroom,
         }
 
+    def services(self, seen: Look) -> dict[str, dict[str, str]]:
+        """How the four services do, by actor."""
+        agents = set(self.agents.fleet.handles)
+        told = seen.services
+        return {
+            "inference": {n: t for n, t in told.items() if n.startswith(("rollout", "evaluation"))},
+            "agent": {n: t for n, t in told.items() if n in agents or n.startswith("reward")},
+            "training": {"learner": f"step {self.step} of {self.steps}"},
+            "weights": {"param-sync": f"version {self.version}"},
+        }
+
     def gauges(self) -> dict[str, int]:
         """The same for the row of a step, by metric name."""
         return {
@@ -269,10 +282,12 @@ class Run(LearnerRun):
 
 def _commit_record(made: GroupSummary, scored: ScoreSummary) -> dict[str, Any]:
     place = scored.place
+    sessions = {"sessions": list(made.sessions), "session_group": made.session_group}
     return {
         "oldest_version": made.oldest_version,
         "newest_version": made.newest_version,
         "tokens": made.num_tokens,
         "rewards": list(scored.rewards),
         "place": [place.segment, place.offset, place.num_bytes] if place else None,
+        **(sessions if made.sessions else {}),
     }

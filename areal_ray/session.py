@@ -22,6 +22,8 @@ from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, prefer, train
 from areal_ray.ending import close_records, report_on, root_cause, summary_of
 from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError, StorageError
+from areal_ray.gateway.keys import hash_key
+from areal_ray.gateway_access import GatewayAccess, admin_key
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
@@ -30,6 +32,7 @@ from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
 from areal_ray.runtime.publish_report import Committed
+from areal_ray.runtime.session_service import SessionService
 from areal_ray.telemetry.log import run_log
 from areal_ray.telemetry.progress import Progress, open_progress
 from areal_ray.telemetry.sinks import MetricLog, Sink, open_metric_log
@@ -118,6 +121,8 @@ class Session:
         self._state: LearnerRun | None = None
         self._begin_point: StartPoint | None = None
         self._maker: Session | None = None
+        self.gateway: GatewayAccess | None = None
+        """Of kind online, once it serves."""
 
     def stop(self) -> None:
         """End soon; may be called from any thread, at any time."""
@@ -127,6 +132,10 @@ class Session:
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loops have ended, the report is written
                 self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def tell(self, text: str) -> None:
+        """Show a text on the display; no file has it."""
+        self._progress.on_event(text)
 
     def run(self) -> Summary:
         """To the end, whatever it is; `error` is what it failed with."""
@@ -224,7 +233,10 @@ class Session:
     async def _rl(self, graph: ActorGraph, begin: StartPoint) -> None:
         ledger, journal = ledger_of(self.recipe)
         records = self._open_records(begin, ledger)
-        run: Run = await start_rl(graph, records, self._waits, ledger)
+        key = admin_key() if self.recipe.parts.serves else ""
+        run: Run = await start_rl(graph, records, self._waits, ledger, admin_key_hash=hash_key(key))
+        if isinstance(run.agents, SessionService):
+            self.gateway = GatewayAccess(tuple(run.agents.urls.values()), key)
         run.stopping, self._state = self._stopping_event(), run
         self._begin(run.steps, begin)
         records.begin()
@@ -349,9 +361,10 @@ def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
         facts["objective"] = recipe.objective.kind
         if recipe.evaluation is not None:
             facts["evaluation"] = recipe.evaluation.described(recipe.rollout.sampling)
+        agents = recipe.gateway if recipe.parts.serves else recipe.agent
         facts["actors"] = (
             f"{recipe.rollout.replicas} rollout, {recipe.learner.ranks} learner, "
-            f"{recipe.agent.replicas} agent, "
-            f"{recipe.reward.replicas if recipe.reward else 0} reward"
+            f"{agents.replicas} {'gateway' if recipe.parts.serves else 'agent'}, "
+            f"{recipe.scoring.replicas if recipe.scoring else 0} reward"
         )
     return facts

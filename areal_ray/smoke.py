@@ -147,9 +147,9 @@ def _rollouts(recipe: Recipe, overrides: Sequence[str]) -> Changes:
     changes: Changes = {
         "rollout.engine": _engine(recipe, overrides),
         "rollout.sampling.max_new_tokens": 8,
-        "agent.replicas": 1,
-        "agent.max_turns": min(2, recipe.agent.max_turns),
     }
+    if not recipe.parts.serves:
+        changes |= {"agent.replicas": 1, "agent.max_turns": min(2, recipe.agent.max_turns)}
     admission, shaping = recipe.admission, recipe.objective.reward_shaping
     if admission is not None:
         changes["admission.groups_per_step"] = 2

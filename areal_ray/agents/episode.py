@@ -28,7 +28,10 @@ _GRACE_S = 1.0
 """For a cancelled agent to end."""
 
 
-_TOOL_PARSER = r"^(auto|none|hermes|qwen3_coder|llama3|mistral|vllm:[a-z0-9_.-]+)$"
+ToolParser = Annotated[
+    str, Field(pattern=r"^(auto|none|hermes|qwen3_coder|llama3|mistral|vllm:[a-z0-9_.-]+)$")
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "seed"]
 
 
 class AgentConfig(Config):
@@ -51,10 +54,10 @@ class AgentConfig(Config):
     """Fresh attempts at a sibling episode that failed; 0 if the agent's side effects forbid it."""
     num_cpus: float = Field(0.0, ge=0.0)
     """CPU cores reserved for each AgentActor; 0 where agents mostly wait."""
-    tool_parser: Annotated[str, Field(pattern=_TOOL_PARSER)] = "auto"
+    tool_parser: ToolParser = "auto"
     """How the model writes tool calls: hermes (also Qwen's), qwen3_coder, llama3, mistral,
     vllm:NAME (vLLM's parser of that name), none, or auto: by its chat template."""
-    reasoning_parser: Literal["auto", "none", "think", "mistral", "seed"] = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     """Marks around the model's reasoning, which is no part of a reply's text: think =
     <think>...</think>; auto: those that its chat template has."""
 

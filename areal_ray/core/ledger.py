@@ -52,11 +52,16 @@ class Ledger:
 
     def __init__(self, journal: Callable[[dict[str, Any]], None] = lambda record: None) -> None:
         self._journal = journal
+        self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._open: dict[str, Lease] = {}
         self.admitted = 0
         self.trained = 0
         self.dropped: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
+
+    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+        """Have `follower` called with each further event, after the journal has it."""
+        self._followers.append(follower)
 
     @property
     def in_flight(self) -> int:
@@ -82,7 +87,7 @@ class Ledger:
     def commit(self, group_id: str, record: dict[str, Any]) -> None:
         """The group is scored and its payload is safe; `record` goes to the journal."""
         self._move(group_id, LedgerState.LEASED, LedgerState.COMMITTED)
-        self._journal({"event": "committed", "group": group_id, **record})
+        self._write({"event": "committed", "group": group_id, **record})
 
     def train(self, group_ids: Iterable[str], step: int) -> None:
         """The groups were consumed by optimizer step `step`."""
@@ -90,19 +95,19 @@ class Ledger:
         for group_id in group_ids:
             self._end(group_id, LedgerState.COMMITTED)
         self.trained += len(group_ids)
-        self._journal({"event": "trained", "step": step, "groups": group_ids})
+        self._write({"event": "trained", "step": step, "groups": group_ids})
 
     def drop(self, group_id: str, reason: str) -> None:
         """A scored group is not trained on: too stale, or it teaches nothing."""
         self._end(group_id, LedgerState.LEASED, LedgerState.COMMITTED)
         self.dropped[reason] += 1
-        self._journal({"event": "dropped", "group": group_id, "reason": reason})
+        self._write({"event": "dropped", "group": group_id, "reason": reason})
 
     def fail(self, group_id: str, reason: str) -> None:
         """The group gave no usable result."""
         self._end(group_id, LedgerState.RESERVED, LedgerState.LEASED)
         self.failed[reason] += 1
-        self._journal({"event": "failed", "group": group_id, "reason": reason})
+        self._write({"event": "failed", "group": group_id, "reason": reason})
 
     def counts(self) -> dict[str, int]:
         """admitted, trained, dropped, failed, in_flight; the first is the sum of the others."""
@@ -129,6 +134,11 @@ class Ledger:
         assert not self._open, "a ledger in use cannot be overwritten"
         self.admitted, self.trained = state["admitted"], state["trained"]
         self.dropped, self.failed = Counter(state["dropped"]), Counter(state["failed"])
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._journal(event)
+        for follower in self._followers:
+            follower(event)
 
     def _move(self, group_id: str, expected: LedgerState, state: LedgerState) -> None:
         lease = self._open.get(group_id)

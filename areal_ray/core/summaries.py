@@ -40,6 +40,10 @@ class GroupSummary:
     """Times a conversation stopped extending its record, by reason."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time summed over episodes, by place: model, tool."""
+    sessions: tuple[str, ...] = ()
+    """Ids of the gateway's sessions that are its episodes; in kind online alone."""
+    session_group: str = ""
+    """The gateway's own name of them together."""
 
     @property
     def oldest_version(self) -> int:

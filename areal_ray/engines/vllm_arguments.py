@@ -58,17 +58,17 @@ def vllm_problems(config: VllmGenerationConfig, model: Any = None) -> Iterator[s
     yield from () if told is None else (told,)
 
 
-def parser_problems(tool_parser: str) -> Iterator[str]:
-    """What keeps a recipe's `agent.tool_parser` from being one of vLLM's; none where it is ours."""
+def parser_problems(tool_parser: str, *, where: str = "agent") -> Iterator[str]:
+    """What keeps a section's `tool_parser` from being one of vLLM's; none where it is ours."""
     home, (kind, _, name) = vllm_home(), tool_parser.partition(":")
     if kind != "vllm":
         return
     if home is None:
-        yield f"agent.tool_parser: is {tool_parser}; vllm is not installed here. {_INSTALL}."
+        yield f"{where}.tool_parser: is {tool_parser}; vllm is not installed here. {_INSTALL}."
     elif (known := _parser_names(home)) and name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean 'vllm:{near[0]}'?" if near else f"Use one of {', '.join(known)}."
-        yield f"agent.tool_parser: is {tool_parser}; vLLM has no parser of that name. {hint}"
+        yield f"{where}.tool_parser: is {tool_parser}; vLLM has no parser of that name. {hint}"
 
 
 def is_cpu_build() -> bool:

@@ -4,13 +4,13 @@ The gateway's sessions stand behind a `Door`; `OpenDoor` serves without them: ev
 by itself and forgotten with its answer.
 """
 
-import hmac
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from areal_ray.gateway.call import CallError, CallHints
+from areal_ray.gateway.keys import hash_key, is_same
 from areal_ray.gateway.recorder import Recorder
 
 
@@ -57,16 +57,16 @@ class OpenDoor:
 
     Args:
         new_recorder: Makes an empty record.
-        key: What clients have to send; empty = anything, also nothing.
+        key_hash: `keys.hash_key` of what clients have to send; empty = anything, also nothing.
     """
 
-    def __init__(self, new_recorder: Callable[[], Recorder], key: str = "") -> None:
+    def __init__(self, new_recorder: Callable[[], Recorder], key_hash: bytes = b"") -> None:
         self._new_recorder = new_recorder
-        self._key = key.encode()
+        self._key_hash = key_hash
 
     async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
         """See `Door.enter`; a session in the path means nothing here."""
-        if self._key and not hmac.compare_digest(key.encode(), self._key):
+        if self._key_hash and not is_same(hash_key(key), self._key_hash):
             said = "is not the one of this server" if key else "is missing"
             raise CallError(
                 401,

@@ -19,6 +19,9 @@ from areal_ray.core.config import Config
 from areal_ray.core.numeric import LARGEST_REWARD, as_number, is_reward
 from areal_ray.errors import RecipeError
 
+ABSTAIN = "areal_ray.rewards.reward:abstain"
+"""Where nobody but the episodes themselves gives rewards."""
+
 Reward = Callable[..., Any]
 """(task, trajectory, **args) -> number, mapping with "reward", None, or an awaitable of these."""
 
@@ -54,6 +57,10 @@ class Scored:
     details: dict[str, Any] = field(default_factory=dict)
     """JSON values."""
     seconds: float = 0.0
+
+
+def abstain(task: Any, trajectory: Any) -> None:
+    """A reward function that leaves every episode unscored."""
 
 
 def check_reward(reward: Any, config: RewardConfig) -> None:

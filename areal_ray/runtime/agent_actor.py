@@ -30,18 +30,16 @@ from areal_ray.core.trajectory import (
     Outcome,
     StopReason,
     Trajectory,
-    decode_group,
     encode_group,
 )
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
-from areal_ray.runtime.cluster import environment_secrets
+from areal_ray.runtime.episode_dump import write_episodes
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.reply_format import reply_format
 from areal_ray.runtime.rollout_client import RolloutClient
-from areal_ray.telemetry.episodes import EpisodeLog, episode_lines, without_secrets
 
 _KEPT_SAMPLINGS = 256
 
@@ -106,7 +104,7 @@ class AgentActor:
         self._agent = resolve(config.run, search, where="agent.run")
         check_agent(self._agent, config)
         self._template = ChatTemplate.from_folder(model_path)
-        self._reader = reply_format(self._template, config)
+        self._reader = reply_format(self._template, config.tool_parser, config.reasoning_parser)
         self._limits = ChatLimits(
             max_new_tokens=sampling.max_new_tokens,
             context_tokens=context_tokens or model_context_tokens(model_path),
@@ -182,15 +180,7 @@ class AgentActor:
             payloads: References to encoded groups, in a list so that Ray passes them on unread.
             step: Steps done when they were trained on.
         """
-        secrets = environment_secrets()
-        for payload in payloads:
-            group = decode_group(await payload)
-            lines = episode_lines(group, self._texts, step)
-            shown = [without_secrets(line, secrets) for line in lines] if secrets else lines
-            EpisodeLog.append(Path(self._run_folder), shown)
-
-    def _texts(self, ids: Sequence[int]) -> list[str]:
-        return [self._template.token_text(token_id) for token_id in ids]
+        await write_episodes(payloads, self._template, Path(self._run_folder), step)
 
     async def close(self) -> None:
         """Abort what is under way."""

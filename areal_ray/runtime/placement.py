@@ -17,6 +17,7 @@ from areal_ray.agents.episode import AgentConfig
 from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.errors import PlacementError
 from areal_ray.rewards.reward import RewardConfig
+from areal_ray.runtime.gateway_config import GatewayConfig
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.run_config import ClusterConfig
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PARAM_SYNC = "param-sync"
 EVALUATION = "evaluation"
 EVALUATION_AGENT = "evaluation-agent"
+GATEWAY = "gateway"
 REPLICA_PART = "rollout-part"
 """Role of the GPUs over which one replica's model is split; its engine's own actors sit there."""
 
@@ -81,6 +83,7 @@ def plan_layout(
     learner: LearnerConfig | None = None,
     agent: AgentConfig | None = None,
     reward: RewardConfig | None = None,
+    gateway: GatewayConfig | None = None,
     has_evaluation: bool = False,
 ) -> Layout:
     """The bundles of a run; a role that is None has no actors."""
@@ -101,6 +104,8 @@ def plan_layout(
         services += _bundles("agent", agent.replicas, agent.num_cpus)
     if reward is not None:
         services += _bundles("reward", reward.replicas, reward.num_cpus)
+    if gateway is not None:
+        services += _bundles(GATEWAY, gateway.replicas, gateway.num_cpus)
     if rollout is not None and learner is not None:
         services.append(Bundle(PARAM_SYNC, PARAM_SYNC, _PARAM_SYNC_CPUS))
     if services:

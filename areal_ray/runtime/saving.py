@@ -5,6 +5,7 @@ save waits for the learner's ranks; a crash at any moment leaves the previous ch
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,16 @@ class Saved(Protocol):
 class CheckpointService:
     """Checkpoints of one run."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, learners: LearnerService) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        learners: LearnerService,
+        *,
+        told: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """`told` is called with the step of each checkpoint that is in force."""
+        self._told = told
         self._folder = folder
         self._config = config
         self._learners = learners
@@ -49,6 +59,7 @@ class CheckpointService:
         await self._learners.save(str(draft.resolve()))
         await asyncio.to_thread(self._checkpoints.commit, run.step, state)
         self._saved_step = run.step
+        self._told(run.step)
 
     async def export(self, name: str) -> None:
         """The weights as a Hugging Face checkpoint in the run folder, whole or not at all."""

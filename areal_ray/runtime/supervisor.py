@@ -7,8 +7,8 @@ run with its name, and `areal-ray resume` goes on from the last checkpoint.
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_ray.errors import ActorGone, ActorLost, ArealRayError
@@ -64,6 +64,8 @@ class Look:
     reading: FleetReading | None
     gone: str = ""
     """Who died for good and why: the run cannot go on."""
+    services: Mapping[str, str] = field(default_factory=dict)
+    """How each actor does, by name; those that do not answer say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Supervisor:
         """Ask every actor how it is."""
         asked = (self._ask(name, handle) for name, handle in self._handles().items())
         answers = await asyncio.gather(*asked)
+        services = {name: _told(answer) for name, answer in answers}
         events: list[str] = []
         returns: dict[str, str] = {}
         engines: list[RolloutHealth] = []
@@ -107,7 +110,8 @@ class Supervisor:
                 returns[name] = returned
             if isinstance(answer, RolloutHealth) and name in self._rollouts.handles:
                 engines.append(answer)
-        return Look(tuple(events), returns, _reading(engines) if engines else None, gone)
+        reading = _reading(engines) if engines else None
+        return Look(tuple(events), returns, reading, gone, services)
 
     def _compare(self, name: str, health: Any) -> str:
         """A line if the actor was restarted since the last look."""
@@ -144,6 +148,16 @@ class Supervisor:
             return name, _Missed(told if words else f"{lost}; Ray restarts it", words)
         except ArealRayError as error:
             return name, _Missed(f"{error}")
+
+
+def _told(health: Any) -> str:
+    """One actor's health in a few words."""
+    if isinstance(health, _Missed | ArealRayError):
+        return "does not answer"
+    if isinstance(health, RolloutHealth):
+        engine = health.engine
+        return f"version {engine.version}, {engine.num_running} turns, {engine.num_waiting} waiting"
+    return getattr(health, "told", "answers")
 
 
 def _reading(healths: Sequence[RolloutHealth]) -> FleetReading:

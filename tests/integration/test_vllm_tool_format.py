@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_ray.agents.episode import AgentConfig
 from areal_ray.core.turn import Reply
 from areal_ray.errors import RecipeError
 from areal_ray.gateway.pieces import TextPiece
@@ -24,7 +23,7 @@ PROMPT = np.zeros(0, np.int32)
 
 def reader(name: str, specials: tuple[str, ...] = ()) -> Any:
     template = ChatTemplate(letter_tokenizer(specials=specials), TPL_A)
-    return reply_format(template, AgentConfig(tool_parser=f"vllm:{name}"))
+    return reply_format(template, f"vllm:{name}", "auto")
 
 
 def content(reply: Reply) -> Any:

@@ -1,0 +1,317 @@
+"""GatewayActor: the HTTP edge in front of the rollout fleet.
+
+A thin shell: `gateway/` answers calls and keeps records and sessions, `FleetSampler` brings turns
+to the replicas. Its state comes from the constructor and its folder alone: after a restart it
+listens on the same port, and sessions go on from their journal.
+
+serve_group waits for: agents that end their sessions; unblocked by them and by their time-outs.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from areal_ray.core.storage import replace_text
+from areal_ray.core.summaries import GroupSummary
+from areal_ray.engines.protocols import SamplingConfig
+from areal_ray.errors import ArealRayError
+from areal_ray.gateway.answer import Answers, CallLimits
+from areal_ray.gateway.app import Service, make_app
+from areal_ray.gateway.door import Door, OpenDoor
+from areal_ray.gateway.limits import EdgeLimits
+from areal_ray.gateway.record_policy import RecordPolicy
+from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.server import GatewayServer
+from areal_ray.gateway.session_routes import make_sessions_app
+from areal_ray.gateway.sessions import SessionCounts, Sessions
+from areal_ray.gateway.template import ChatTemplate, model_context_tokens
+from areal_ray.runtime.episode_dump import write_episodes
+from areal_ray.runtime.fleet import reach
+from areal_ray.runtime.fleet_sampler import FleetSampler
+from areal_ray.runtime.garbage import collect_rarely
+from areal_ray.runtime.gateway_config import GatewayConfig, SessionTerms
+from areal_ray.runtime.gateway_notes import Note
+from areal_ray.runtime.ready_group import as_group, num_rewarded
+from areal_ray.runtime.reply_format import reply_format
+from areal_ray.runtime.rollout_client import RolloutClient
+
+_log = logging.getLogger(__name__)
+
+_REBIND_S = 10.0
+"""Within it the predecessor's socket is gone."""
+_REBIND_EVERY_S = 0.2
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayHealth:
+    """One gateway's account of itself."""
+
+    name: str
+    incarnation: str
+    """Differs after every restart."""
+    url: str
+    """Base of its routes: `http://HOST:PORT`."""
+    num_calls: int
+    """Model calls since start."""
+    num_open: int
+    """Being answered."""
+    num_failed: int
+    num_defects: int
+    num_turns_pending: int
+    """Waiting for a rollout replica."""
+    sessions: SessionCounts | None = None
+    """None where it serves without."""
+
+    @property
+    def told(self) -> str:
+        """On one line, for `areal-ray status`."""
+        calls = f"{self.url}, {self.num_open} calls"
+        if self.sessions is None:
+            return calls
+        held = self.sessions
+        rejected = sum(held.rejected.values())
+        return (
+            f"{calls}; sessions: {held.num_open} open, {held.num_waiting} waiting, "
+            f"{held.num_admitted} admitted, {held.num_trained} trained, {rejected} rejected; "
+            f"groups: {held.num_ready + held.num_held} sealed, room for {held.num_slots}"
+        )
+
+
+class GatewayActor:
+    """One replica of the gateway.
+
+    Args:
+        name: For messages; `gateway-INDEX`.
+        model_path: Checkpoint whose tokenizer and chat template render the prompts.
+        config: Address, limits, parsers and policy.
+        sampling: How turns are sampled.
+        replicas: Rollout actors by name: handles, or the names they were spawned under.
+        folder: Where its address and its sessions are remembered; the run's journal. Empty =
+            nowhere.
+        run_folder: Where sample episodes are written down; empty = nowhere.
+        key_hash: `gateway.keys.hash_key` of what clients have to send; empty = nothing. With
+            sessions, of the admin key.
+        terms: Of the sessions; None = it serves without, each call by itself.
+        context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the model
+            allows, as the engines read it.
+        model_name: What the model list shows.
+        seed: Of the run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model_path: str,
+        config: GatewayConfig,
+        sampling: SamplingConfig,
+        replicas: Mapping[str, Any],
+        folder: str = "",
+        run_folder: str = "",
+        terms: SessionTerms | None = None,
+        key_hash: bytes = b"",
+        context_tokens: int = 0,
+        model_name: str = "policy",
+        seed: int = 0,
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._index = int(name.rpartition("-")[2])
+        self._incarnation = uuid4().hex[:12]
+        self._folder, self._run_folder = Path(folder), run_folder
+        self._address = _address_file(self._folder, self._index) if folder else None
+        self._terms = terms
+        self._template = template = ChatTemplate.from_folder(model_path)
+        reader = reply_format(
+            template, config.tool_parser, config.reasoning_parser, where="gateway"
+        )
+        policy = RecordPolicy(
+            dropped_reasoning=config.dropped_reasoning,
+            untaken=config.untaken,
+            aborted=config.aborted,
+        )
+        reached = {short: reach(replica) for short, replica in replicas.items()}
+        client_id = f"{name}-{self._incarnation}"  # not what a predecessor asked for
+        self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
+        limits = CallLimits(
+            sampling.max_new_tokens,
+            context_tokens or model_context_tokens(model_path),
+            stop=sampling.stop,
+        )
+        sampler = FleetSampler(self._rollouts, sampling)
+        self._peers: dict[str, str] = {}
+        self._sessions: Sessions | None = None
+
+        def new_recorder() -> Recorder:
+            return Recorder(template, policy, reader)
+
+        door: Door
+        if terms is None:
+            door = OpenDoor(new_recorder, key_hash)
+        else:
+            door = self._sessions = Sessions(
+                config.sessions,
+                new_recorder,
+                self._folder,
+                name=str(self._index),
+                admin_key_hash=key_hash,
+                peers=lambda: self._peers,
+            )
+        self._service = Service(
+            answers=Answers(template, reader, sampler, limits=limits, seed=seed),
+            door=door,
+            model=model_name,
+            created_s=int(time.time()),
+            limits=EdgeLimits(
+                body_bytes=config.max_body_bytes, concurrent_calls=config.max_concurrent_calls
+            ),
+        )
+        if self._sessions is None:
+            self._app = make_app(self._service)
+        else:
+            self._app = make_sessions_app(self._service, self._sessions)
+        self._server: GatewayServer | None = None
+        self._opening = asyncio.Lock()
+        self._url = ""
+        collect_rarely()
+
+    async def open(self) -> str:
+        """Listen, unless it does already; the base URL.
+
+        Raises:
+            ArealRayError: The address cannot be had.
+        """
+        async with self._opening:
+            if self._server is None:
+                self._url = await self._listen()
+                if self._address is not None:
+                    replace_text(self._address, self._url)
+        if self._config.replicas > 1:
+            self._peers = self._written_urls()
+        return self._url
+
+    async def health(self) -> GatewayHealth:
+        """How it does; one that was restarted listens again from the first such question on."""
+        url, counts = await self.open(), self._service.counts
+        return GatewayHealth(
+            name=self._name,
+            incarnation=self._incarnation,
+            url=url,
+            num_calls=counts.num_calls,
+            num_open=counts.num_open,
+            num_failed=counts.num_failed,
+            num_defects=counts.num_defects,
+            num_turns_pending=self._rollouts.num_pending,
+            sessions=None if self._sessions is None else self._sessions.counts(),
+        )
+
+    async def serve_group(self, group_id: str) -> tuple[GroupSummary, bytes]:
+        """Have agents start one more group of sessions, unless one is there already; the oldest.
+
+        Args:
+            group_id: The lease's.
+
+        Returns:
+            The summary, and the group as `core.trajectory.encode_group` writes it.
+        """
+        sessions, terms = self._sessions, self._terms
+        assert sessions is not None
+        assert terms is not None
+        await self.open()
+        sessions.open_slot()
+        try:
+            while True:
+                ready = await sessions.next_ready()
+                count = num_rewarded(ready)
+                if terms.has_reward_function or count >= terms.least_rewarded:
+                    break
+                sessions.rejected(
+                    ready.session_ids,
+                    f"{count} of the group's sessions have a reward; admission asks for "
+                    f"{terms.least_rewarded}",
+                )
+        finally:
+            sessions.close_slot()
+        return as_group(ready, group_id, has_reward_function=terms.has_reward_function)
+
+    async def take_notes(self, notes: Sequence[Note]) -> None:
+        """What became of sessions; a note that comes twice changes nothing."""
+        sessions = self._sessions
+        assert sessions is not None
+        for note in notes:
+            if note.verb == "admitted":
+                sessions.admitted(note.sessions, note.fact)
+            elif note.verb == "trained":
+                sessions.trained(note.sessions, int(note.fact))
+            elif note.verb == "rejected":
+                sessions.rejected(note.sessions, note.fact)
+            else:
+                sessions.hand_back(note.session_group)
+
+    async def dump_episodes(self, payloads: Sequence[Any], step: int) -> None:
+        """Write the episodes of groups that `step` trained on to episodes.jsonl.
+
+        Args:
+            payloads: References to encoded groups, in a list so that Ray passes them on unread.
+            step: Steps done when they were trained on.
+        """
+        await write_episodes(payloads, self._template, Path(self._run_folder), step)
+
+    async def close(self) -> None:
+        """Let calls end within the server's grace, then abort what is under way."""
+        if self._server is not None:
+            await self._server.stop()
+        await self._rollouts.close()
+
+    async def _listen(self) -> str:
+        config = self._config
+        port = config.port + self._index if config.port else self._remembered_port()
+        end_s = time.monotonic() + _REBIND_S
+        while True:
+            server = GatewayServer(self._app, host=config.host, port=port)
+            try:
+                url = await server.start()
+            except ArealRayError as error:
+                if time.monotonic() < end_s:
+                    await asyncio.sleep(_REBIND_EVERY_S)
+                elif config.port:
+                    raise
+                else:
+                    _log.warning("%s: its port is taken, another has to do: %s", self._name, error)
+                    port = 0
+                continue
+            self._server = server
+            return _reachable(url, config.host)
+
+    def _remembered_port(self) -> int:
+        if self._address is None or not self._address.exists():
+            return 0
+        return int(self._address.read_text(encoding="utf-8").rpartition(":")[2])
+
+    def _written_urls(self) -> dict[str, str]:
+        """Of all replicas that have listened so far, by the names that sessions know them by."""
+        files = {
+            str(index): _address_file(self._folder, index) for index in range(self._config.replicas)
+        }
+        return {
+            name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()
+        }
+
+
+def _address_file(folder: Path, index: int) -> Path:
+    return folder / f"gateway-{index}.url"
+
+
+def _reachable(url: str, host: str) -> str:
+    """The URL with this node's address in it, where the gateway listens on all it has."""
+    if host not in _EVERYWHERE:
+        return url
+    from ray.util import get_node_ip_address
+
+    return f"http://{get_node_ip_address()}:{url.rpartition(':')[2]}"
