@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -204,13 +204,58 @@ def schema(
     if output is None:
         print(text)
         return
-    try:
-        output.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(
-            f"--output: {output} cannot be written ({error.strerror}). Choose another file."
-        ) from error
+    _write(output, text, "--output")
     print(f"written: {output}")
+
+
+@app.command()
+def load(
+    url: Annotated[str, typer.Argument(metavar="URL", help="As agents are given it.")],
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests in all.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Begin none after.")] = None,
+    dialect: Annotated[
+        Literal["chat", "responses", "messages"], typer.Option(help="Which format to ask in.")
+    ] = "chat",
+    stream: Annotated[bool, typer.Option("--stream/--no-stream")] = True,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a prompt, about.")] = 32,
+    model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
+    api_key_env: Annotated[str, typer.Option(help="Variable that holds the server's key.")] = "",
+    ask_api_key: Annotated[bool, typer.Option("--ask-api-key", help="Type the key.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
+) -> None:
+    """Put load on a model server, this gateway or any, and tell how it bears it."""
+    import asyncio
+    from dataclasses import asdict
+
+    from areal_ray.gateway.load import LoadPlan, load_table, measure_load
+    from areal_ray.telemetry.load_table import print_load
+
+    if requests is None and seconds is None:
+        requests = 10 * concurrency
+    if api_key_env and api_key_env not in os.environ:
+        raise RecipeError(f"--api-key-env: {api_key_env} is not set. Set it to the server's key")
+    key = os.environ[api_key_env] if api_key_env else ""
+    if ask_api_key:
+        key = typer.prompt("key", hide_input=True)
+    asked = LoadPlan(
+        url=url,
+        dialect=dialect,
+        concurrency=concurrency,
+        num_requests=requests,
+        seconds=seconds,
+        is_streamed=stream,
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        model=model,
+    )
+    found = asyncio.run(measure_load(asked, key))
+    print_load(load_table(asked, found), sys.stdout)
+    if json_file is not None:
+        _write(json_file, json.dumps({"plan": asdict(asked), **asdict(found)}, indent=2), "--json")
+    if not found.num_answered:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -298,6 +343,15 @@ def _tell_defect(
     """What is not an error of the user is one of ours: say so, and how to see more."""
     _complain(f"{kind.__name__}: {error}")
     _complain(f"This is a defect of areal-ray. The same command with {_TRACE} shows where.")
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"{option}: {path} cannot be written ({error.strerror}). Choose another file."
+        ) from error
 
 
 def _complain(text: str) -> None:
