@@ -207,8 +207,7 @@ class Recorder:
         """
         export = EpisodeExport(self._turns, self._policy)
         last = export.last_of_main() if self._policy.is_tolerant else None
-        text = self.last_reply.text if last is None else _said(last)
-        fields = {"final_text": text, **fields}
+        fields = {"final_text": self.last_reply.text if last is None else _said(last), **fields}
         return export.trajectories(style, fields) or [unsampled(self._last_prompt, fields)]
 
     def outline(self) -> list[TurnOutline]:
@@ -226,10 +225,6 @@ class Recorder:
                 return written_down(turn)
         raise KeyError(f"turn {turn_id}: is not closed; must be one of the closed turns")
 
-    def has_reply(self, turn_id: int) -> bool:
-        """Whether a turn was answered to its end."""
-        return any(turn.turn_id == turn_id and turn.reply is not None for turn in self._turns)
-
     def turn_records(self) -> list[TurnRecord]:
         """What all turns that are over added, in the order that `replay` needs."""
         return [written_down(turn) for turn in self._turns]
@@ -238,8 +233,7 @@ class Recorder:
         """Take up a turn of an earlier process; all of them in their order give it all again."""
         turn = taken_up(record, self._root, self._turns, self._policy)
         turn.sampled_text = self._reader.decode(turn.token_ids[: _num_said(turn)].tolist())
-        shown = record.facts["num_shown"]
-        turn.text = turn.sampled_text[:shown]
+        turn.text = turn.sampled_text[: record.facts["num_shown"]]
         self._num_opened = max(self._num_opened, turn.turn_id + 1)
         self._turns.append(turn)
         self._count(turn)

@@ -74,7 +74,7 @@ class SessionBook:
         new_recorder: Callable[[], Recorder],
         clock: Callable[[], float],
     ) -> None:
-        self._journal = journal
+        self.journal = journal
         self._new_recorder = new_recorder
         self._clock = clock
         self.sessions: dict[str, Session] = {}
@@ -99,19 +99,6 @@ class SessionBook:
         session_id = self._session_of_key.get(key_hash) or self._past_keys.get(key_hash, "")
         return self.sessions.get(session_id) or self.past.get(session_id)
 
-    def of_conversation(self, name: str) -> list[Session]:
-        """Sessions that the client knows by this name, as a hash."""
-        return [
-            session
-            for session in self.sessions.values()
-            if name in session.conversations or name in session.new_conversations
-        ]
-
-    def of_reply(self, reply_id: str) -> Session | None:
-        """The session that a reply was given in."""
-        found = (one for one in self.sessions.values() if reply_id in one.calls)
-        return next(found, None)
-
     def started_by(self, request_id: str) -> PastStart | None:
         """What a request was answered with."""
         return self._starts.get(request_id) if request_id else None
@@ -125,8 +112,8 @@ class SessionBook:
             StorageError: The disk did not take it; nothing happened.
         """
         head = {"k": "start", "starts": [start.facts() for start in starts]}
-        size = self._journal.append(JournalRecord(head))
-        self._take_up_start(head, self._journal.number, size)
+        size = self.journal.append(JournalRecord(head))
+        self._take_up_start(head, self.journal.number, size)
 
     def write(self, session: Session, kind: str, body: bytes = b"", **facts: Any) -> None:
         """Write down what happens to a session, and let it happen.
@@ -142,14 +129,6 @@ class SessionBook:
         self._append(session, "state", state=str(state), why=reason, **facts)
         self._forget(session, state, reason)
         self._tidy()
-
-    async def settled(self) -> None:
-        """See `SessionJournal.settled`."""
-        await self._journal.settled()
-
-    def close(self) -> None:
-        """Close the journal."""
-        self._journal.close()
 
     def _turn_over(self, session_id: str, turn_id: int, reply_id: str) -> None:
         session = self.sessions.get(session_id)
@@ -167,8 +146,8 @@ class SessionBook:
         head |= facts
         record = JournalRecord(head, body)
         session.num_records += 1  # whether it is written or not: a gap tells of what was not
-        size = self._journal.append(record)
-        self._count(session, self._journal.number, size)
+        size = self.journal.append(record)
+        self._count(session, self.journal.number, size)
         return record
 
     def _count(self, session: Session, segment: int, size: int) -> None:
@@ -242,8 +221,13 @@ class SessionBook:
             _remember(self._past_keys, start.key_hash, start.session_id)
 
     def _tidy(self) -> None:
-        """Delete segments in which nothing lives; where little does, write that anew first."""
-        journal = self._journal
+        """Delete segments in which nothing lives; where little does, write that anew first.
+
+        One segment's worth is kept all the same: requests for what is over may come again.
+        """
+        journal = self.journal
+        if journal.num_bytes <= journal.segment_bytes:
+            return
         for _ in range(1 + journal.number - journal.oldest):
             oldest = min(self._num_first, default=journal.number)
             journal.delete_before(oldest)
@@ -255,18 +239,18 @@ class SessionBook:
 
     def _write_anew(self, session: Session) -> None:
         facts = {"k": "whole", "s": session.session_id, "n": session.num_records}
-        size = self._journal.append(
+        size = self.journal.append(
             JournalRecord(facts, pack_many(list(session.records()))), is_moved=True
         )
         session.num_records += 1
         self._uncount(session)
-        self._count(session, self._journal.number, size)
+        self._count(session, self.journal.number, size)
 
     # -- replay --------------------------------------------------------------------------------
 
     def _replay(self) -> None:
         lost: dict[str, Session] = {}
-        for segment, size, record in self._journal.read():
+        for segment, size, record in self.journal.read():
             head = record.head
             if head["k"] == "start":
                 self._take_up_start(head, segment, size)

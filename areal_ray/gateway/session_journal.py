@@ -49,6 +49,8 @@ def unpack_record(payload: bytes | memoryview) -> JournalRecord:
         (length,) = _HEAD.unpack_from(payload)
         place = _HEAD.size + length
         head = json.loads(bytes(payload[_HEAD.size : place]))
+        if place > len(payload) or type(head) is not dict:
+            raise ValueError("its head is cut short or no object")
     except (struct.error, ValueError) as error:
         raise ValueError(f"journal record cannot be read: {error}") from error
     return JournalRecord(head, payload[place:])

@@ -3,57 +3,26 @@
 import asyncio
 import hashlib
 import json
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from areal_ray.gateway import keys
 from areal_ray.gateway.call import CallError
-from areal_ray.gateway.conversation_names import hashed_name
-from areal_ray.gateway.fields import read_count, read_number, read_text, refuse
+from areal_ray.gateway.fields import read_count, read_number, refuse
 from areal_ray.gateway.keys import Scope
-from areal_ray.gateway.session_book import PastSession, PastStart
+from areal_ray.gateway.session_book import PastStart
 from areal_ray.gateway.session_export import exported
-from areal_ray.gateway.session_state import Session, SessionGroup, SessionState, Start
-from areal_ray.gateway.sessions import Caller, Sessions, no_session, session_over
+from areal_ray.gateway.session_search import SessionRequest, SessionSearch
+from areal_ray.gateway.session_state import Session, SessionState, Start
+from areal_ray.gateway.sessions import Sessions, session_over
 
 _MOST_SIBLINGS = 256
-_MOST_TEXT = 256
 _MOST_REWARD = 1e9
 _RETRY_S = 2.0
 _STYLES = ("individual", "concat", "tree")
 _WAIT_S = 120.0
 _LOOK_S = 0.05
-_REPLY_PREFIX = re.compile("[a-z]+[-_]")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRequest:
-    """One request to `/rl/...` or `/export_trajectories`."""
-
-    key: str
-    """As the client sent it."""
-    body: Mapping[str, Any]
-    idempotency_key: str = ""
-    """Of the header; the body's `request_id` comes first."""
-
-    def text(self, name: str, *, is_needed: bool = False) -> str:
-        """A text of the body.
-
-        Raises:
-            CallError: 400.
-        """
-        text = read_text(self.body, name)
-        if len(text) > _MOST_TEXT * 2 or (is_needed and not text):
-            refuse(name, f"has {len(text)} characters; must have {int(is_needed)} to 512")
-        return text
-
-    @property
-    def request_id(self) -> str:
-        """What a request that is sent again is known by; empty if it has none."""
-        return self.text("request_id") or self.idempotency_key[: _MOST_TEXT * 2]
 
 
 class SessionRequests:
@@ -68,6 +37,7 @@ class SessionRequests:
         self._sessions = sessions
         self._book = sessions.book
         self._rules = sessions.rules
+        self._search = SessionSearch(sessions)
         self._clock = clock
 
     # -- start ---------------------------------------------------------------------------------
@@ -179,11 +149,11 @@ class SessionRequests:
         reward = read_number(request.body, "reward", -_MOST_REWARD, _MOST_REWARD)
         if reward is None:
             refuse("reward", "is missing; must be a number")
-        past = self._served_before(caller, request)
+        past = self._search.served_before(caller, request)
         if past is not None:
             return _rewarded(past.session_id, past.reward, past.num_turns)
-        session = self._found(caller, request)
-        turn = self._turn(session, request)
+        session = self._search.found(caller, request)
+        turn = self._search.turn(session, request)
         if request.request_id and request.request_id in session.requests:
             return _told_reward(session)
         if session.state is SessionState.ADMITTED or session.group.is_held:
@@ -203,10 +173,10 @@ class SessionRequests:
             CallError: 400, 401, 404 or 410 (it had ended before, by another request).
         """
         caller = self._sessions.identify(request.key)
-        past = self._served_before(caller, request)
+        past = self._search.served_before(caller, request)
         if past is not None:
             return _ended(past.session_id, past.num_turns)
-        session = self._found(caller, request)
+        session = self._search.found(caller, request)
         is_again = bool(request.request_id) and request.request_id in session.requests
         if session.ended_s and not is_again:
             raise session_over(session)
@@ -214,71 +184,6 @@ class SessionRequests:
         if not is_again:
             self._rules.end(session, request_id=request.request_id)
         return _ended(session.session_id, num_turns)
-
-    def _served_before(self, caller: Caller, request: SessionRequest) -> PastSession | None:
-        """A session that is over since, and had this request."""
-        past: Session | PastSession | None = caller.session
-        if caller.scope is Scope.ADMIN:
-            past = self._book.past.get(request.text("session_id"))
-        is_past = isinstance(past, PastSession) and request.request_id in past.request_ids
-        return past if is_past and isinstance(past, PastSession) else None
-
-    def _found(self, caller: Caller, request: SessionRequest) -> Session:
-        """The session that is meant, among those the caller may see."""
-        session_id = request.text("session_id")
-        conversation, reply = request.text("conversation_id"), request.text("interaction_id")
-        found: Session | PastSession | None = None
-        if session_id:
-            found = self._book.sessions.get(session_id) or self._own_past(caller, session_id)
-        elif conversation:
-            found = self._of_conversation(caller, conversation)
-        elif reply and (caller.scope is not Scope.SESSION):
-            found = self._book.of_reply(_bare(reply))
-        elif caller.scope is Scope.ADMIN:
-            refuse("session_id", "is missing; must be given with the admin key")
-        else:
-            found = caller.session
-        if isinstance(found, PastSession):
-            raise session_over(found)
-        if found is None or not caller.may_see(found):
-            raise no_session(session_id or conversation or reply)
-        return found
-
-    def _own_past(self, caller: Caller, session_id: str) -> PastSession | None:
-        past = self._book.past.get(session_id)
-        return past if caller.scope is Scope.ADMIN or caller.session == past else None
-
-    def _of_conversation(self, caller: Caller, name: str) -> Session | None:
-        found = self._book.of_conversation(hashed_name(name))
-        mine = [session for session in found if caller.may_see(session)]
-        if len(mine) > 1:
-            told = ", ".join(session.session_id for session in mine[:4])
-            raise CallError(
-                409,
-                "ambiguous_conversation",
-                f"conversation_id: {len(mine)} sessions have it ({told}). Name the session",
-                param="conversation_id",
-            )
-        return mine[0] if mine else None
-
-    def _turn(self, session: Session, request: SessionRequest) -> int:
-        """The turn that is meant; -1 = the session as a whole."""
-        turn, reply = request.body.get("turn"), request.text("interaction_id")
-        if turn is None and not reply:
-            return -1
-        if reply:
-            turn = session.calls.get(_bare(reply))
-        elif type(turn) is not int or turn < 0:
-            refuse("turn", "must be the number of a turn, from 0 on")
-        if turn is None or not session.recorder.has_reply(turn):
-            where = "interaction_id" if reply else "turn"
-            raise CallError(
-                404,
-                "turn_not_found",
-                f"{where}: session {session.session_id} has no such turn",
-                param=where,
-            )
-        return int(turn)
 
     # -- export --------------------------------------------------------------------------------
 
@@ -304,7 +209,7 @@ class SessionRequests:
     async def _sealed(self, request: SessionRequest, wait_s: float) -> list[Session]:
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
-            sessions = self._asked_for(request)
+            sessions = self._search.asked_for(request)
             early = (SessionState.OPEN, SessionState.REWARDED)
             is_open = [one for one in sessions if one.state in early]
             if not is_open:
@@ -318,21 +223,6 @@ class SessionRequests:
             await asyncio.sleep(_LOOK_S)
             self._rules.sweep()
 
-    def _asked_for(self, request: SessionRequest) -> list[Session]:
-        session_id, group_key = request.text("session_id"), request.text("group_id")
-        if group_key:
-            group: SessionGroup | None = self._book.groups.get(group_key)
-            if group is None:
-                raise no_session(group_key)
-            return list(group.sessions)
-        if not session_id:
-            refuse("session_id", "is missing; must be given, or group_id")
-        if session_id in self._book.past:
-            raise session_over(self._book.past[session_id])
-        if session_id not in self._book.sessions:
-            raise no_session(session_id)
-        return [self._book.sessions[session_id]]
-
     def _admin(self, request: SessionRequest) -> None:
         if self._sessions.identify(request.key).scope is not Scope.ADMIN:
             _not_admin()
@@ -340,11 +230,6 @@ class SessionRequests:
 
 def _not_admin() -> NoReturn:
     raise CallError(401, "admin_key_required", "API key: must be the admin key for this")
-
-
-def _bare(reply_id: str) -> str:
-    """Without the prefix that a dialect gives it."""
-    return _REPLY_PREFIX.sub("", reply_id, count=1)
 
 
 def _digest(task_id: str, size: int, fixed: str) -> str:

@@ -13,7 +13,8 @@ from areal_ray.gateway.call import CallError
 from areal_ray.gateway.exchange import ClientGone, Exchange, json_bytes
 from areal_ray.gateway.forwarding import PASSED_ON, Forwarding
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
-from areal_ray.gateway.session_requests import SessionRequest, SessionRequests
+from areal_ray.gateway.session_requests import SessionRequests
+from areal_ray.gateway.session_search import SessionRequest
 from areal_ray.gateway.sessions import Sessions
 
 _Verb = Callable[[SessionRequest], dict[str, Any] | Awaitable[dict[str, Any]]]

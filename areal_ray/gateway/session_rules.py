@@ -62,12 +62,14 @@ class SessionRules:
         groups = self._book.groups.values()
         return self.num_slots - sum(not _is_admitted(group) for group in groups)
 
-    def note(self, group: SessionGroup) -> None:
-        """A group may have become ready, or be so no more."""
-        if group.is_sealed and not group.is_held:
-            self.ready[group.key] = group
-        else:
+    def note(self, group: SessionGroup, *, is_first: bool = False) -> None:
+        """A group may have become ready, before all others if told so, or be so no more."""
+        if not group.is_sealed or group.is_held:
             self.ready.pop(group.key, None)
+        elif is_first:
+            self.ready = {group.key: group, **self.ready}
+        else:
+            self.ready[group.key] = group
         self._changes.set()
 
     async def changed(self) -> None:

@@ -151,7 +151,7 @@ class Sessions:
             if group is None:
                 await self.rules.changed()
                 continue
-            await self.book.settled()
+            await self.book.journal.settled()
             if group.key in self.rules.ready:
                 ready = self._held(group)
                 if ready is not None:
@@ -166,7 +166,7 @@ class Sessions:
             if session.state is SessionState.ADMITTED:
                 self.book.write(session, "state", state=str(SessionState.SEALED))
         group.is_held = False
-        self.rules.note(group)
+        self.rules.note(group, is_first=True)
 
     def admitted(self, session_ids: Sequence[str], group_id: str) -> None:
         """The sessions are in the run's own journal, as `group_id`: they are not offered again.
@@ -213,7 +213,7 @@ class Sessions:
 
     def close(self) -> None:
         """Close the journal; a new object may take over."""
-        self.book.close()
+        self.book.journal.close()
 
     def _held(self, group: SessionGroup) -> ReadyGroup | None:
         """The group, now held; None if nothing of it may train."""

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from openai import AsyncOpenAI
 
 from areal_ray.gateway import keys
 from areal_ray.gateway.answer import Answers, CallLimits
@@ -21,12 +20,12 @@ from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.server import GatewayServer
-from areal_ray.gateway.session_requests import SessionRequest, SessionRequests
+from areal_ray.gateway.session_requests import SessionRequests
 from areal_ray.gateway.session_routes import make_sessions_app
+from areal_ray.gateway.session_search import SessionRequest
 from areal_ray.gateway.sessions import ReadyGroup, Sessions, SessionsConfig
 from areal_ray.gateway.template import ChatTemplate
-from tests.support.gateway import Script
-from tests.support.scripted_sampler import ScriptedSampler
+from tests.support.scripted_sampler import Said, ScriptedSampler
 from tests.support.templates import ScriptedTurn
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -55,6 +54,11 @@ def new_recorder() -> Recorder:
     return Recorder(_TEMPLATE, RecordPolicy(), _FORMAT)
 
 
+def sampled_ids(said: str) -> list[int]:
+    """What the scripted model samples for a text."""
+    return [*_TOKENIZER.encode(said, add_special_tokens=False), _TOKENIZER.eos_token_id]
+
+
 @dataclass
 class Desk:
     """Sessions and what HTTP would ask of them, without HTTP."""
@@ -65,6 +69,7 @@ class Desk:
     config: Mapping[str, Any] = field(default_factory=dict)
     segment_bytes: int = 16 * 2**20
     peers: Callable[[], Mapping[str, str]] = dict
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def __post_init__(self) -> None:
         self.restart()
@@ -96,14 +101,13 @@ class Desk:
     def enter(self, key: str, path: str = "", **headers: str) -> Any:
         """Let a call in."""
         told = {name.replace("_", "-"): text for name, text in headers.items()}
-        return asyncio.run(self.sessions.enter(key, path, CallHints(told)))
+        return self.runner.run(self.sessions.enter(key, path, CallHints(told)))
 
     def call(self, key: str, said: str = "42", reply_id: str = "", **headers: str) -> str:
         """One whole model call; returns the id its client knows it by."""
         record = self.enter(key, **headers)
         turn = record.recorder.open_turn(HELLO)
-        ids = [*_TOKENIZER.encode(said, add_special_tokens=False), _TOKENIZER.eos_token_id]
-        record.recorder.close_turn(turn, ScriptedTurn(ids))
+        record.recorder.close_turn(turn, ScriptedTurn(sampled_ids(said)))
         reply_id = reply_id or turn.handle
         record.turn_over(turn.turn_id, reply_id)
         self.sessions.leave(record)
@@ -117,9 +121,9 @@ class Desk:
         self.ask("end", started["api_key"])
         return started
 
-    def ready(self, timeout_s: float = 5.0) -> ReadyGroup:
+    def ready(self, timeout_s: float = 60.0) -> ReadyGroup:
         """The next group that is ready."""
-        return asyncio.run(asyncio.wait_for(self.sessions.next_ready(), timeout_s))
+        return self.runner.run(asyncio.wait_for(self.sessions.next_ready(), timeout_s))
 
     def journal_bytes(self) -> bytes:
         """All that is on disk."""
@@ -142,8 +146,12 @@ class Replica:
     app: Any
     url: str = ""
 
-    def client(self, key: str, path: str = "/v1", **options: Any) -> AsyncOpenAI:
+    def client(self, key: str, path: str = "/v1", **options: Any) -> Any:
         """The real SDK, pointed here."""
+        from openai import (
+            AsyncOpenAI,
+        )  # loads for seconds, which tests without HTTP have no use for
+
         return AsyncOpenAI(base_url=self.url + path, api_key=key, max_retries=0, **options)
 
     async def rl(
@@ -151,9 +159,11 @@ class Replica:
     ) -> tuple[int, Any, Mapping[str, str]]:
         """One request about sessions: status, body, headers."""
         auth = {"authorization": f"Bearer {key}", **headers} if key else dict(headers)
-        async with aiohttp.ClientSession() as client:
-            async with client.post(self.url + path, json=body, headers=auth) as answer:
-                return answer.status, json.loads(await answer.read()), dict(answer.headers)
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(self.url + path, json=body, headers=auth) as answer,
+        ):
+            return answer.status, json.loads(await answer.read()), answer.headers
 
     async def stop(self) -> None:
         """No more calls; what is open ends."""
@@ -164,7 +174,7 @@ class Replica:
 
 async def serve_replica(
     folder: Path,
-    script: Script,
+    script: Sequence[Said],
     *,
     name: str = "a",
     port: int = 0,
@@ -193,7 +203,7 @@ async def serve_replica(
 
 @asynccontextmanager
 async def serving_sessions(
-    folder: Path, script: Script, **options: Any
+    folder: Path, script: Sequence[Said], **options: Any
 ) -> AsyncGenerator[Replica, None]:
     """`serve_replica`, stopped at the end; nothing of it may have been a defect."""
     replica = await serve_replica(folder, script, **options)
