@@ -25,6 +25,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import uvloop
 
 from areal_ray.core.turn import TurnRequest
 from areal_ray.gateway.answer import CallLimits
@@ -56,7 +57,8 @@ class Loaded:
 
 def ask_from_outside(plan: LoadPlan) -> LoadReport:
     """The client's process."""
-    return asyncio.run(measure_load(plan))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure_load(plan))
 
 
 async def loaded(pool: ProcessPoolExecutor, name: str, said: Said, plan: dict[str, Any]) -> Loaded:
@@ -74,14 +76,18 @@ async def alone(rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {
         name: [] for name in ("engine", "whole", "engine_first", "stream_first")
     }
-    said = Said(TEXT)
-    async with serving([said]) as gateway, aiohttp.ClientSession() as session:
+    async with (
+        serving([Said(TEXT)]) as gateway,
+        # As engines do, it lets the loop go before each chunk.
+        serving([Said(TEXT, pause_s=0.002)]) as paced,
+        aiohttp.ClientSession() as session,
+    ):
         for number in range(rounds + 20):
             times = {
                 "engine": await direct_ms(gateway, f"d{number}", is_first=False),
                 "whole": await http_ms(session, gateway, number, is_stream=False),
-                "engine_first": await direct_ms(gateway, f"f{number}", is_first=True),
-                "stream_first": await http_ms(session, gateway, number, is_stream=True),
+                "engine_first": await direct_ms(paced, f"f{number}", is_first=True),
+                "stream_first": await http_ms(session, paced, number, is_stream=True),
             }
             if number >= 20:
                 for name, spent in times.items():
@@ -124,8 +130,12 @@ async def http_ms(
         return spent
 
 
-async def session_bytes(count: int) -> float:
-    """Resident memory of a session that has made two calls and waits."""
+def session_bytes(count: int) -> float:
+    """Resident memory of a session that has made two calls and waits; in a process of its own."""
+    return asyncio.run(_session_bytes(count))
+
+
+async def _session_bytes(count: int) -> float:
     async with serving([Said(TEXT)]) as gateway, aiohttp.ClientSession() as session:
         told: dict[int, str] = {}
 
@@ -197,7 +207,8 @@ async def measure(quick: bool, rounds: int) -> tuple[str, dict[str, Any]]:
         loads.append(await loaded(pool, "1,000 streams at once", paced, many))
     found = await alone(rounds)
     middle = {name: median(times) for name, times in found.items()}
-    each = await session_bytes(200 if quick else NUM_SESSIONS)
+    with ProcessPoolExecutor(1, mp_context=spawned) as pool:
+        each = pool.submit(session_bytes, 500 if quick else NUM_SESSIONS).result()
     added, first = middle["whole"] - middle["engine"], middle["stream_first"]
     lines = [
         table(COLUMNS, map(cells, loads)),
@@ -213,7 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print the table, write JSON if asked."""
     asked = options(__doc__, arguments)
     rounds = asked.rounds or (100 if asked.quick else 500)
-    text, figures = asyncio.run(measure(asked.quick, rounds))
+    # As in an actor: Ray takes uvloop where it is there.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        text, figures = runner.run(measure(asked.quick, rounds))
     finish(text, figures, asked.json)
 
 

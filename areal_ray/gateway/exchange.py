@@ -133,6 +133,8 @@ class Exchange:
         headers: Headers = []
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+        if error.status == 408:  # what still trickles in of the body is no further request
+            headers.append((b"connection", b"close"))
         await self.answer(error.status, content, headers)
 
     async def begin_stream(self, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
