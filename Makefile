@@ -21,7 +21,8 @@ demo: $(VENV)/.installed
 	$(BIN)/areal-ray demo
 
 test: test-unit $(if $(VLLM),$(VENV)/.installed-$(VLLM))
-	$(BIN)/python -m pytest -n $(TEST_RUNS) --dist loadfile --timeout 300 tests/integration tests/chaos
+	$(BIN)/python -m pytest -n $(TEST_RUNS) --dist loadfile --no-loadscope-reorder --timeout 300 \
+	  --durations 40 --durations-min 5 tests/integration tests/chaos
 
 test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --timeout 120 \

@@ -5,6 +5,7 @@ wait_until_loaded waits for each actor; bounded by deadlines.start_s, naming who
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ from areal_ray.runtime.rollout_actor import RolloutActor
 from areal_ray.runtime.weight_files import VERSIONS_FOLDER, prepare_folder
 
 _MANY_CALLS = 10_000
+_TOLD_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,14 @@ class ActorGraph:
         connection: Connection,
         begin: StartPoint,
         check: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Reserve what the actors need; `check` may raise while it waits for that."""
+        """Reserve what the actors need; `check` may raise while it waits for that.
+
+        `tell` takes a line now and then while actors load.
+        """
         self.recipe = recipe
+        self._tell = tell
         self.begin = begin
         self.roots = [str(root) for root in recipe.import_roots]
         self.journal = str((recipe.folder / JOURNAL_FOLDER).resolve())
@@ -226,20 +233,28 @@ class ActorGraph:
         if learners is not None:
             waits["learner"] = self._introduce(learners)
         tasks = {name: unheard(wait) for name, wait in waits.items()}
-        limit_s = self.recipe.deadlines.start_s
-        done, late = await asyncio.wait(
-            tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for task in late:
-            task.cancel()
-        for task in done:
-            task.result()  # raises what the actor raised
-        if late:
-            names = [name for name, task in tasks.items() if task in late]
-            raise DeadlineExceeded(
-                f"start: {', '.join(names)} did not load within deadlines.start_s = {limit_s:g}. "
-                "Raise it if the model is large"
-            )
+        began_s, limit_s = time.monotonic(), self.recipe.deadlines.start_s
+        try:
+            while late := [name for name, task in tasks.items() if not task.done()]:
+                passed_s = time.monotonic() - began_s
+                if passed_s >= limit_s:
+                    raise DeadlineExceeded(
+                        f"start: {', '.join(late)} did not load within deadlines.start_s = "
+                        f"{limit_s:g}. Raise it if the model is large"
+                    )
+                if passed_s >= _TOLD_EVERY_S:
+                    self._tell(f"{passed_s:.0f} s since the start: loading are {', '.join(late)}")
+                await asyncio.wait(
+                    [tasks[name] for name in late],
+                    timeout=min(_TOLD_EVERY_S, limit_s - passed_s),
+                    return_when=asyncio.FIRST_EXCEPTION,
+                )
+                for task in tasks.values():
+                    if task.done():
+                        task.result()  # raises what the actor raised
+        finally:
+            for task in tasks.values():
+                task.cancel()
 
     async def _introduce(self, learners: Fleet) -> None:
         names = learners.names()

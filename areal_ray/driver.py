@@ -8,7 +8,7 @@
               waits for groups_per_step groups young enough; unblocked by collect()
     evaluate  a committed version -> held-out tasks on a replica of its own, beside training
               waits for versions pinned by learn()
-    watch     actors that died or came back -> one line each
+    watch     actors that died or came back -> why, in a line; one that is gone for good ends it all
 
 Every admitted group ends once (core/ledger.py): trained, dropped or failed. When an actor dies,
 collect() sees it as ActorLost: the group fails, its task goes back to the stream, its admission
@@ -174,18 +174,21 @@ async def evaluate(run: Run) -> None:
 async def watch(run: Run) -> None:
     """Tell what each role waits for, and which actors died or came back."""
     while True:
-        await look(run)
+        gone = await look(run)
+        if gone:
+            raise ActorLost(gone)
         await asyncio.sleep(run.watch_every_s)
 
 
-async def look(run: Run) -> None:
-    """One round of `watch`."""
+async def look(run: Run) -> str:
+    """One round of `watch`; which actor died for good and why, empty while all can come back."""
     seen = await run.supervisor.look()
     for event in seen.events:
-        run.records.event(event)
+        run.records.event(redact(event, run.secrets))
     run.records.returned(seen.returns)
     run.records.fleet(seen.reading)
     run.records.status(run.counts())
+    return redact(seen.gone, run.secrets)
 
 
 async def fit(run: SftRun) -> None:

@@ -34,11 +34,16 @@ class EngineError(ArealRayError):
 
 
 class EngineDied(EngineError):
-    """A process of the engine's own died: whoever owns the engine has to start another."""
+    """A process of the engine's own died, or holds parts of two versions: another has to be started
+    in its place."""
 
 
 class ActorLost(ArealRayError):
     """A Ray actor died and the run cannot go on without it; names the actor and the cause."""
+
+
+class ActorGone(ActorLost):
+    """An actor died and Ray starts it no more: its constructor raised, or it was not to be."""
 
 
 class DeadlineExceeded(ArealRayError):

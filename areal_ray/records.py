@@ -124,7 +124,7 @@ class Records:
     def returned(self, lines: Mapping[str, str]) -> None:
         """Actors that died are back: name -> the line that told it."""
         for name, line in lines.items():
-            self.tally.replaced.append(line)
+            self.tally.replaced.append(line.splitlines()[0])
             role = name.rpartition("-")[0]
             if role in _RESTARTS:
                 self._window.add(_RESTARTS[role], 1)

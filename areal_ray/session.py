@@ -195,7 +195,7 @@ class Session:
             return
         begin = self._begin_point or begin_at(recipe, resume=False, tell=self._progress.on_event)
         self._progress.on_event("starting actors ...")
-        graph = ActorGraph(recipe, connection, begin, self._check_stop)
+        graph = ActorGraph(recipe, connection, begin, self._check_stop, self._progress.on_event)
         try:
             loops: dict[str, _Loops] = {
                 "train": self._rl,

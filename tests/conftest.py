@@ -1,7 +1,12 @@
-"""Settings of every test: few threads, since tests share the cores, and repeatable draws."""
+"""Settings of every test: few threads, since tests share the cores, and repeatable draws.
+
+And the order of files: what takes long begins first, so that no worker ends long after the others.
+"""
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 for name, value in {
@@ -22,3 +27,25 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tests")
+
+LONG_FILES = (
+    *("integration/test_objectives_learn.py", "integration/test_group_signals.py"),
+    *("chaos/test_run_kills.py", "integration/test_vllm_generation.py"),
+    *("chaos/test_run_failures.py", "integration/test_train_conformance.py"),
+    *("integration/test_recipes_smoke.py", "integration/test_train_conformance_deepspeed.py"),
+    *("integration/test_command_line.py", "integration/test_ray_jobs.py"),
+    *("integration/test_run_resume.py", "integration/test_vllm_lora.py"),
+    *("chaos/test_publish_schedules.py", "integration/test_publish_transports.py"),
+    *("integration/test_run_lora.py", "integration/test_learner_ranks.py"),
+)
+"""The longest first; each takes half a minute or more on two cores."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long files first; xdist hands files out in this order (--no-loadscope-reorder)."""
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONG_FILES)}
+    gone = [str(path) for path in places if not path.is_file()]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py: LONG_FILES names what is not there: {gone}")
+    items.sort(key=lambda item: places.get(item.path, len(places)))

@@ -15,8 +15,14 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-PREFIX_SEGMENT = 0
-PAD_SEGMENT = -1
+from areal_ray.algorithms.attention_blocks import (
+    PAD_SEGMENT,
+    PREFIX_SEGMENT,
+    AttentionBlocks,
+    cheapest_cuts,
+    cut_blocks,
+    is_causal,
+)
 
 _MICRO_BATCH_TOKENS = 128
 """What one more forward and backward pass costs besides its tokens: about as much as so many."""
@@ -124,12 +130,22 @@ class Row:
     @property
     def is_plain(self) -> bool:
         """Whether ordinary causal attention is right for this row."""
-        return int(self.segment_ids.max(initial=0)) <= 1
+        return is_causal(self.segment_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """How rows lie end to end."""
+
+    starts: NDArray[np.int32]
+    """[R + 1] of each row, and the end."""
+    blocks: AttentionBlocks
+    """Who attends with whom."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows padded to one rectangle: one forward pass."""
+    """Rows padded to one rectangle, or end to end: one forward pass."""
 
     token_ids: NDArray[np.int64]
     """[B, L] padded on the right."""
@@ -145,8 +161,8 @@ class MicroBatch:
     """[N]"""
     num_tokens: int
     """Inputs that are not padding."""
-    row_starts: NDArray[np.int32] | None = None
-    """[R + 1] where rows lie end to end in one, their starts and the end; else None."""
+    joined: JoinedRows | None = None
+    """Where rows lie end to end in one."""
 
     @classmethod
     def empty(cls) -> Self:
@@ -256,28 +272,20 @@ def pack_rows(rows: Iterable[Row], *, max_tokens: int) -> list[MicroBatch]:
     length, this is the one with the fewest tokens, a micro-batch itself counting as some.
     """
     ordered = sorted(rows, key=lambda r: -len(r.token_ids))
-    lengths = [len(row.token_ids) for row in ordered]
-    best = [(0, 0)]  # for the first i rows: their cost, and where the last micro-batch begins
-    for end in range(1, len(ordered) + 1):
-        choices = [(best[end - 1][0] + lengths[end - 1] + _MICRO_BATCH_TOKENS, end - 1)]
-        for start in range(end - 2, -1, -1):
-            tokens = (end - start) * lengths[start]
-            if tokens > max_tokens:
-                break
-            choices.append((best[start][0] + tokens + _MICRO_BATCH_TOKENS, start))
-        best.append(min(choices))
-    batches, end = [], len(ordered)
-    while end:
-        start = best[end][1]
-        batches.append(_collate(ordered[start:end]))
-        end = start
-    return batches[::-1]
+
+    def cost(start: int, end: int) -> float | None:
+        tokens = (end - start) * len(ordered[start].token_ids)
+        fits = tokens <= max_tokens or end - start == 1
+        return tokens + _MICRO_BATCH_TOKENS if fits else None
+
+    return [_collate(ordered[start:end]) for start, end in cheapest_cuts(len(ordered), cost)]
 
 
-def join_rows(rows: Iterable[Row], *, max_tokens: int) -> list[MicroBatch]:
-    """Plain rows end to end without padding, at most `max_tokens` in a micro-batch.
+def join_rows(rows: Iterable[Row], *, max_tokens: int, pair_cost: float = 0.0) -> list[MicroBatch]:
+    """Rows end to end without padding, at most `max_tokens` in a micro-batch.
 
     A row longer than that is a micro-batch of its own. Longest first, into the first that has room.
+    `pair_cost` as in `build_rows`.
     """
     parts: list[list[Row]] = []
     sizes: list[int] = []
@@ -290,10 +298,10 @@ def join_rows(rows: Iterable[Row], *, max_tokens: int) -> list[MicroBatch]:
         else:
             parts[place].append(row)
             sizes[place] += length
-    return [_joined(part) for part in parts]
+    return [_joined(part, pair_cost) for part in parts]
 
 
-def _joined(rows: Sequence[Row]) -> MicroBatch:
+def _joined(rows: Sequence[Row], pair_cost: float) -> MicroBatch:
     starts = np.cumsum([0, *(len(row.token_ids) for row in rows)])
     return MicroBatch(
         np.concatenate([row.token_ids for row in rows])[None].astype(np.int64),
@@ -303,7 +311,7 @@ def _joined(rows: Sequence[Row]) -> MicroBatch:
         np.concatenate([row.targets for row in rows]),
         np.concatenate([row.origins for row in rows]),
         int(starts[-1]),
-        starts.astype(np.int32),
+        JoinedRows(starts.astype(np.int32), cut_blocks([r.segment_ids for r in rows], pair_cost)),
     )
 
 
@@ -325,16 +333,3 @@ def _collate(rows: Sequence[Row]) -> MicroBatch:
         np.concatenate([row.origins for row in rows]),
         sum(len(row.token_ids) for row in rows),
     )
-
-
-def attention_allowed(segment_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """[B, L, L] True where position i may look at position j.
-
-    A token sees the prefix and the earlier tokens of its own segment. Padding sees something
-    too, so that no softmax is over nothing.
-    """
-    own = segment_ids[:, :, None] == segment_ids[:, None, :]
-    prefix = (segment_ids == PREFIX_SEGMENT)[:, None, :]
-    causal = np.tri(segment_ids.shape[1], dtype=bool)
-    allowed: NDArray[np.bool_] = (own | prefix) & causal
-    return allowed

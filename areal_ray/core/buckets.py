@@ -152,6 +152,24 @@ def digest(content: bytes | NDArray[np.uint8]) -> str:
     return xxhash.xxh3_128_hexdigest(content if isinstance(content, bytes) else content.data)
 
 
+class RunningDigest:
+    """The digest of contiguous bytes that come in parts, each hashed while a cache holds it."""
+
+    PART_BYTES = 512 * 1024
+    """As many are worth one step."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def add(self, part: NDArray[np.uint8]) -> None:
+        """The next part."""
+        self._state.update(part.data)
+
+    def __str__(self) -> str:
+        """As `digest` of all so far."""
+        return self._state.hexdigest()
+
+
 def bucket_digests(plan: BucketPlan, flat: NDArray[np.uint8]) -> list[str]:
     """Digest of each bucket of a flat run [total_bytes]."""
     bounds = (plan.bounds(bucket) for bucket in range(plan.num_buckets))

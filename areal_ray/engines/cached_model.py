@@ -3,7 +3,7 @@
 Called by the running batch, with the tokens it knows; speaks in rows and positions.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +25,8 @@ class Forward(Protocol):
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Copies of checked tensors, ready to be put in place."""
 
-    def live_pairs(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any, Any]]:
-        """(name, live, what `prepare` makes of these tensors), in parts."""
+    def differing(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Name of a live tensor that is not what `prepare` makes of these; empty if all are."""
 
     def install(self, weights: Any) -> None:
         """Use what `prepare` made from the next call on."""

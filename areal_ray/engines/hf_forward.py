@@ -4,7 +4,7 @@ The fallback of the torch generation engine for models `LeanForward` does not co
 not fast: through it the engine is about as fast as `generate` on batches of equal length.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from areal_ray.engines.kv_cache import CacheShape, KVCache
+from areal_ray.engines.live_weights import first_difference
 from areal_ray.engines.lora_weights import LinearLayer, linear_layers
 from areal_ray.engines.token_block import TokenBlock
 from areal_ray.errors import EngineError
@@ -112,14 +113,15 @@ class HfForward:
                 spare[name].copy_(tensor)
         return spare
 
-    def live_pairs(
-        self, tensors: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, live, what these tensors become), one at a time."""
+    def differing(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Name of a live tensor that is not what `prepare` makes of these; empty if all are."""
         parameters = dict(self._model.named_parameters())
-        for name, tensor in tensors.items():
-            live = parameters[name].data
-            yield name, live, tensor.detach().to(self._device, live.dtype)
+
+        def as_live(name: str) -> torch.Tensor:
+            live = parameters[name]
+            return tensors[name].detach().to(self._device, live.dtype)
+
+        return first_difference((name, parameters[name].data, as_live(name)) for name in tensors)
 
     def install(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Use these weights from the next call on."""

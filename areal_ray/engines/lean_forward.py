@@ -10,8 +10,8 @@ rearranged once when they are loaded:
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -104,10 +104,10 @@ class LeanForward:
         spare, self._spare = self._spare, None
         return self._layout.arranged(tensors, spare)
 
-    def live_pairs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any, Any]]:
-        """(name, live, what these tensors become), a layer at a time."""
+    def differing(self, tensors: Mapping[str, Tensor]) -> str:
+        """Name of a live tensor that is not what `prepare` makes of these; empty if all are."""
         assert self._weights is not None
-        return self._layout.pairs(self._weights, tensors)
+        return self._layout.differing(self._weights, tensors)
 
     def install(self, weights: LeanWeights) -> None:
         """Use these weights from the next call on."""

@@ -6,12 +6,13 @@ given, that is written to: fresh pages cost a CPU five times what the copy itsel
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from areal_ray.engines.lean_room import ProvingRoom, Room, address
 from areal_ray.engines.model_files import is_head_tied
 
 if TYPE_CHECKING:
@@ -93,41 +94,6 @@ class LeanWeights:
     """The memory of all of these, in the order it was taken."""
 
 
-class _Room:
-    """Memory for the tensors of one version: of a version no longer in use, or fresh."""
-
-    def __init__(self, spare: LeanWeights | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._spare = list(reversed(spare.blocks)) if spare is not None else []
-        self._dtype = dtype
-        self._device = device
-        self.blocks: list[Tensor] = []
-
-    def take(self, *shape: int) -> Tensor:
-        """A tensor to be written; of the same shapes in the same order for every version."""
-        if self._spare:
-            block = self._spare.pop()
-        else:
-            block = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self.blocks.append(block)
-        return block
-
-    def reuse(self) -> None:
-        """Let what was taken so far be overwritten."""
-        self._spare, self.blocks = list(reversed(self.blocks)), []
-
-    def copy(self, source: Tensor) -> Tensor:
-        """The source in the engine's type and place."""
-        return self.take(*source.shape).copy_(source)
-
-
-class _LookingRoom(_Room):
-    """The same to look at only: what would be a mere copy is the source itself."""
-
-    def copy(self, source: Tensor) -> Tensor:
-        """The source in the engine's type and place, not to be written to."""
-        return source.to(self._device, self._dtype)
-
-
 class LeanLayout:
     """How a checkpoint's tensors become `LeanWeights`."""
 
@@ -147,47 +113,37 @@ class LeanLayout:
             tensors: May be overwritten as soon as this returns.
             spare: A version made before that nothing reads any more; its memory is reused.
         """
-        with torch.inference_mode():
-            room = _Room(spare, self._dtype, self._device)
-            embedding = room.copy(tensors["model.embed_tokens.weight"])
-            final_norm = self._final_norm(tensors, room)
-            is_tied = self._sizes.is_tied
-            return LeanWeights(
-                layers=[self._layer(tensors, room, i) for i in range(self._sizes.num_layers)],
-                embedding=embedding,
-                final_norm=final_norm,
-                head=embedding if is_tied else room.copy(tensors["lm_head.weight"]),
-                blocks=room.blocks,
-            )
+        blocks = spare.blocks if spare is not None else []
+        with torch.inference_mode(), Room(blocks, self._dtype, self._device) as room:
+            return self._made(tensors, room)
 
-    def pairs(
-        self, live: LeanWeights, tensors: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Any, Any]]:
-        """(name, live, what `arranged` makes of these tensors), in the memory of one layer more.
+    def differing(self, live: LeanWeights, tensors: Mapping[str, Tensor]) -> str:
+        """Name of a live tensor that is not what `arranged` makes of these; empty if all are."""
+        with torch.inference_mode(), ProvingRoom(live.blocks, self._dtype, self._device) as room:
+            made = self._made(tensors, room)
+        for (name, tensor), (_, proven) in zip(_named(live), _named(made), strict=True):
+            if _place(tensor) != _place(proven) or address(tensor) in room.differing:
+                return name
+        return ""
 
-        The last of each three is good until the next three.
-        """
-        room = _LookingRoom(None, self._dtype, self._device)
-        yield "model.norm", live.final_norm, self._final_norm(tensors, room)
-        ends = {"model.embed_tokens": live.embedding}
-        if not self._sizes.is_tied:
-            ends["lm_head"] = live.head
-        for name, tensor in ends.items():
-            yield name, tensor, room.copy(tensors[f"{name}.weight"].detach())
-        room = _LookingRoom(None, self._dtype, self._device)
-        for i, layer in enumerate(live.layers):
-            yield f"model.layers.{i}", layer, self._layer(tensors, room, i)
-            room.reuse()
+    def _made(self, tensors: Mapping[str, Tensor], room: Room) -> LeanWeights:
+        embedding = room.copy(tensors["model.embed_tokens.weight"].detach())
+        final_norm = self._final_norm(tensors["model.norm.weight"].detach(), room)
+        is_tied = self._sizes.is_tied
+        return LeanWeights(
+            layers=[self._layer(tensors, room, i) for i in range(self._sizes.num_layers)],
+            embedding=embedding,
+            final_norm=final_norm,
+            head=embedding if is_tied else room.copy(tensors["lm_head.weight"].detach()),
+            blocks=room.blocks,
+        )
 
-    def _final_norm(self, tensors: Mapping[str, Tensor], room: _Room) -> Tensor:
-        weight = tensors["model.norm.weight"].detach()
-        if not self._norms_are_folded:
-            return room.copy(weight)
-        final_norm = room.take(*weight.shape).copy_(weight)
-        final_norm *= math.sqrt(self._sizes.hidden)
-        return final_norm
+    def _final_norm(self, weight: Tensor, room: Room) -> Tensor:
+        if self._norms_are_folded:
+            weight = weight.to(self._dtype) * math.sqrt(self._sizes.hidden)
+        return room.copy(weight)
 
-    def _layer(self, tensors: Mapping[str, Tensor], room: _Room, i: int) -> LeanLayer:
+    def _layer(self, tensors: Mapping[str, Tensor], room: Room, i: int) -> LeanLayer:
         s, prefix = self._sizes, f"model.layers.{i}."
 
         def get(name: str) -> Tensor:
@@ -225,7 +181,7 @@ class LeanLayout:
         )
 
     def _joined(
-        self, parts: list[Tensor], room: _Room, rotated: int = 0, factor: Tensor | None = None
+        self, parts: list[Tensor], room: Room, rotated: int = 0, factor: Tensor | None = None
     ) -> Tensor:
         """Parts one below the other, the first `rotated` interleaved, rows times a factor [in]."""
         joined = room.take(sum(len(part) for part in parts), *parts[0].shape[1:])
@@ -233,16 +189,15 @@ class LeanLayout:
         for index, (source, target) in enumerate(zip(parts, targets, strict=True)):
             if index < rotated:
                 source, target = self._pairs_apart(source), self._pairs_side_by_side(target)
-            if factor is None:
-                target.copy_(source)
-            else:
-                torch.mul(source, factor, out=target)
+            room.put(target, source, factor)
         return joined
 
-    def _qk_norm(self, get: Callable[[str], Tensor], room: _Room) -> Tensor:
+    def _qk_norm(self, get: Callable[[str], Tensor], room: Room) -> Tensor:
         """[heads + kv_heads, head_dim] norm weights, one row a head."""
         s = self._sizes
-        made = room.take(s.num_heads + s.num_kv_heads, s.head_dim)
+        made = torch.empty(
+            s.num_heads + s.num_kv_heads, s.head_dim, dtype=self._dtype, device=self._device
+        )
         weight = torch.empty(s.head_dim, dtype=self._dtype, device=self._device)
         for name, rows in (("q", slice(s.num_heads)), ("k", slice(s.num_heads, None))):
             source = get(f"self_attn.{name}_norm.weight")
@@ -250,7 +205,7 @@ class LeanLayout:
             made[rows] = weight
         if self._norms_are_folded:
             made *= math.sqrt(s.head_dim)
-        return made
+        return room.copy(made)
 
     def _pairs_apart(self, weight: Tensor) -> Tensor:
         """[heads, half, 2, ...] view of rows 0, d/2, 1, d/2 + 1, ... of each head in turn."""
@@ -260,3 +215,18 @@ class LeanLayout:
     def _pairs_side_by_side(self, weight: Tensor) -> Tensor:
         """[heads, half, 2, ...] view of rows 0, 1, 2, 3, ... of each head in turn."""
         return weight.view(-1, self._sizes.head_dim // 2, 2, *weight.shape[1:])
+
+
+def _named(weights: LeanWeights) -> Iterator[tuple[str, Tensor]]:
+    yield "model.embed_tokens", weights.embedding
+    yield "model.norm", weights.final_norm
+    yield "lm_head", weights.head
+    for i, layer in enumerate(weights.layers):
+        for field in fields(layer):
+            tensor = getattr(layer, field.name)
+            if tensor is not None:
+                yield f"model.layers.{i}.{field.name}", tensor
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

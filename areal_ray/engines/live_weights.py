@@ -1,11 +1,16 @@
 """Whether live weights are what they were made from: an engine's half of the canary."""
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_memcmp = ctypes.CDLL(None).memcmp
+"""In half the time of `torch.equal`; it holds none of Python's locks either."""
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def first_difference(pairs: Iterable[tuple[str, Any, Any]]) -> str:
@@ -21,21 +26,19 @@ def first_difference(pairs: Iterable[tuple[str, Any, Any]]) -> str:
             within = first_difference((f"{name}.{part}", *both) for part, *both in parts)
             if within:
                 return within
-        elif live is not None and not _is_same(live, expected):
+        elif live is not None and not is_same(live, expected):
             return name
     return ""
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def is_same(one: Tensor, other: Tensor) -> bool:
     """Bit for bit: NaN is not equal to itself, but weights that diverged are not wrong weights."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     bits, others = _bits(one), _bits(other)
-    # A view of wider elements has to begin and end at a multiple of their width.
-    places = (len(bits), bits.storage_offset(), others.storage_offset())
-    if all(int(place) % 8 == 0 for place in places):
-        bits, others = bits.view(torch.int64), others.view(torch.int64)  # fewer to be compared
-    return torch.equal(bits, others)
+    if bits.device.type != "cpu":
+        return torch.equal(bits, others)
+    return _memcmp(bits.data_ptr(), others.data_ptr(), len(bits)) == 0
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The base weights are kept as loaded; a version's weights are made from them and 
 the live ones, so that sampling costs what it does without adapters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,9 +66,9 @@ class LoraForward:
         """The weights that checked adapters make, ready to be put in place."""
         return self._forward.prepare(self._merged(tensors))
 
-    def live_pairs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any, Any]]:
-        """(name, live, what these adapters make of the base weights), in parts."""
-        return self._forward.live_pairs(self._merged(tensors))
+    def differing(self, tensors: Mapping[str, Tensor]) -> str:
+        """Name of a live tensor that is not what these adapters make of the base weights."""
+        return self._forward.differing(self._merged(tensors))
 
     def _merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return MergedWeights(self._kept, self._layers, tensors, self._config.scale, self._device)

@@ -14,12 +14,17 @@ from areal_ray.algorithms.logprobs import TokenLogprobs, logits_logprobs, token_
 from areal_ray.algorithms.packing import (
     MicroBatch,
     TrainSequence,
-    attention_allowed,
     build_rows,
     join_rows,
     pack_rows,
 )
 from areal_ray.engines.memory_report import ActivationMeter
+from areal_ray.engines.row_attention import (
+    attention_mask,
+    joined_inputs,
+    reads_joined_rows,
+    use_row_attention,
+)
 from areal_ray.engines.sharding import PlacedModel, Replicated, Sharding
 from areal_ray.engines.train_config import OptimizerConfig, TrainEngineConfig
 from areal_ray.errors import EngineError
@@ -130,16 +135,19 @@ class ModelTraits:
     reads_shared_rows: bool
     """It reads positions and masks as shared rows need it. Linear attention and state-space
     layers do not; such models get plain rows."""
+    reads_joined_rows: bool
+    """It reads rows end to end, by attention of ours; else they are padded."""
 
     @classmethod
-    def of(cls, model: Any) -> "ModelTraits":
-        """Of a model that has weights; neither is true of one without."""
+    def of(cls, model: Any, config: TrainEngineConfig) -> "ModelTraits":
+        """Of a model that has weights; nothing is true of one without."""
         if model.device.type == "meta":
-            return cls(False, False)
-        if model.config._attn_implementation == "flash_attention_2":
+            return cls(False, False, False)
+        if uses_flash(config):
             with torch.autocast("cuda", torch.bfloat16):
-                return cls(_head_is_all(model), False)
-        return cls(_head_is_all(model), _rows_match(model))
+                return cls(_head_is_all(model), False, False)
+        joins = config.attention == "auto" and reads_joined_rows(model)
+        return cls(_head_is_all(model), joins or _rows_match(model), joins)
 
 
 def placed_rows(
@@ -159,7 +167,7 @@ def placed_rows(
         optimizer: None = it never changes.
         value_head: Placed with the body alone, in place of the model's own.
     """
-    traits = ModelTraits(*sharding.agreed(astuple(ModelTraits.of(model))))
+    traits = ModelTraits(*sharding.agreed(astuple(ModelTraits.of(model, config))))
     module: nn.Module = model
     if value_head is not None:
         module = nn.ModuleDict({"body": model.base_model, "head": value_head})
@@ -177,7 +185,7 @@ class RowForward:
         traits: ModelTraits | None = None,
     ) -> None:
         """See `placed_rows`; alone, the model is whole and on this rank only."""
-        traits = traits or ModelTraits.of(model)
+        traits = traits or ModelTraits.of(model, config)
         self.placed: PlacedModel = placed or Replicated().place(model)
         self._model = model
         self._config = config
@@ -188,8 +196,12 @@ class RowForward:
         self._head = model.get_output_embeddings()
         self._has_plain_head = traits.has_plain_head
         self._uses_flash = uses_flash(config)
+        self._joins = traits.reads_joined_rows
+        if self._joins:
+            use_row_attention(model)
         text = model.config.get_text_config()
-        self._window = text.sliding_window if getattr(text, "sliding_window", None) else None
+        limits = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        self._window = min((limit for limit in limits if limit), default=None)
         self._can_share = config.share_prefixes and traits.reads_shared_rows
         # Attention takes 4 H operations a pair and layer, the rest about 24 H^2 a token.
         self._pair_cost = 1.0 / (6.0 * text.hidden_size)
@@ -201,13 +213,23 @@ class RowForward:
 
     def shares_prefixes(self, longest_tokens: int) -> bool:
         """Whether sequences up to this length may share rows: not beyond a sliding window."""
-        return self._can_share and (self._window is None or longest_tokens <= self._window)
+        return self._can_share and self._sees_all(longest_tokens)
 
-    def micro_batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+    def joins_rows(self, longest_tokens: int) -> bool:
+        """Whether sequences up to this length are read end to end: not beyond a window, but by
+        flash-attn, which knows it."""
+        return self._uses_flash or (self._joins and self._sees_all(longest_tokens))
+
+    def _sees_all(self, longest_tokens: int) -> bool:
+        return self._window is None or longest_tokens <= self._window
+
+    def micro_batches(
+        self, sequences: Sequence[TrainSequence], *, beside: "RowForward | None" = None
+    ) -> list[MicroBatch]:
         """Cut sequences into forward passes of at most `max_tokens_per_mb`.
 
         Those that only keep other ranks company come last and have no target. Collective where
-        passes are.
+        passes are. `beside`: of another model, which is to read them too.
         """
         budget = self._config.max_tokens_per_mb
         longest = max((len(s.token_ids) for s in sequences), default=0)
@@ -217,8 +239,10 @@ class RowForward:
             share_prefixes=self.shares_prefixes(longest),
             pair_cost=self._pair_cost,
         )
-        pack = join_rows if self._uses_flash else pack_rows
-        found = pack(rows, max_tokens=budget)
+        if all(model.joins_rows(longest) for model in (self, beside or self)):
+            found = join_rows(rows, max_tokens=budget, pair_cost=self._pair_cost)
+        else:
+            found = pack_rows(rows, max_tokens=budget)
         num_passes = self.placed.num_passes(len(found))
         return [*found, *(MicroBatch.empty() for _ in range(num_passes - len(found)))]
 
@@ -306,27 +330,20 @@ class RowForward:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        device = self.device
+        device, dtype = self.device, _DTYPES[self._config.dtype]
+        if self._joins and batch.joined is not None:
+            return joined_inputs(batch, dtype, device)
         inputs: dict[str, Any] = {"input_ids": torch.from_numpy(batch.token_ids).to(device)}
         if batch.segment_ids is not None:
             inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(device)
-            inputs["attention_mask"] = self._mask(batch)
-        if batch.row_starts is not None:
+            inputs["attention_mask"] = attention_mask(batch.segment_ids, dtype, device)
+        if batch.joined is not None:  # what flash-attn's kernels read
             inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(device)
-            if self._uses_flash:
-                starts = torch.from_numpy(batch.row_starts).to(device)
-                longest = int(np.diff(batch.row_starts).max())
-                inputs |= {f"cu_seq_lens_{side}": starts for side in "qk"}
-                inputs |= {f"max_length_{side}": longest for side in "qk"}
+            starts = torch.from_numpy(batch.joined.starts).to(device)
+            longest = int(np.diff(batch.joined.starts).max())
+            inputs |= {f"cu_seq_lens_{side}": starts for side in "qk"}
+            inputs |= {f"max_length_{side}": longest for side in "qk"}
         return inputs
-
-    def _mask(self, batch: MicroBatch) -> Tensor:
-        """[B, 1, L, L] 0 where attention is allowed and the lowest number elsewhere."""
-        assert batch.segment_ids is not None
-        allowed = torch.from_numpy(attention_allowed(batch.segment_ids)).to(self.device)
-        dtype = _DTYPES[self._config.dtype]
-        mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
 
 @torch.no_grad()

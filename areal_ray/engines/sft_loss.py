@@ -1,11 +1,13 @@
 """SftLoss: what a micro-batch of given conversations costs, by its answers or by a teacher."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from areal_ray.algorithms.distillation import full_kl, topk_kl
-from areal_ray.algorithms.packing import MicroBatch
+from areal_ray.algorithms.packing import MicroBatch, TrainSequence
 from areal_ray.algorithms.surrogates import TokenSums
 from areal_ray.engines.frozen import FrozenModel
 from areal_ray.engines.row_forward import RowForward
@@ -27,6 +29,11 @@ class SftLoss:
         self._forward = forward
         self._teacher = teacher
         self._config = config
+
+    def micro_batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+        """Passes that every model here can read."""
+        teacher = None if self._teacher is None else self._teacher.forward
+        return self._forward.micro_batches(sequences, beside=teacher)
 
     def __call__(self, micro: MicroBatch, num_tokens: int) -> tuple[Tensor, TokenSums]:
         """[] loss and sums for metrics.

@@ -40,7 +40,7 @@ class SftStep:
         )
         counts = [float(sum(s.num_trained for s in sequences)), float(len(sequences))]
         num_tokens, num_examples = map(int, self._ranks.sum_numbers(counts))
-        micro_batches = self._forward.micro_batches(sequences)
+        micro_batches = self._loss.micro_batches(sequences)
         tally = TokenTally()
         if num_tokens:
             for micro in micro_batches:

@@ -9,7 +9,7 @@ from typing import Any
 from areal_ray.engines.sglang_api import ServerUnreachable, SglangApi
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
 from areal_ray.engines.sglang_model import SglangModel
-from areal_ray.errors import EngineError
+from areal_ray.errors import EngineDied, EngineError
 
 _OLDEST = (0, 5, 23)
 """The API this package was written against; older ones stamp tokens in other ways."""
@@ -33,7 +33,8 @@ async def connect(
         why_ended: Empty while the server's process runs; else how it ended.
 
     Raises:
-        EngineError: It ended, does not answer in time, or is not one that can be used.
+        EngineDied: Its process ended.
+        EngineError: It does not answer in time, or is not one that can be used.
     """
     said = await _answered(api, config.start_timeout_s, why_ended)
     _check(said, config, model, api.url)
@@ -57,7 +58,7 @@ async def _answered(api: SglangApi, limit_s: float, why_ended: Callable[[], str]
     deadline = time.monotonic() + limit_s
     while True:
         if why := why_ended():
-            raise EngineError(f"sglang generation engine: {why}")
+            raise EngineDied(f"sglang generation engine: {why}")
         try:
             return await api.get("/server_info", num_retries=0)
         except ServerUnreachable as error:

@@ -15,7 +15,7 @@ from areal_ray.engines.protocols import OnWeightUpdate
 from areal_ray.engines.sglang_api import ServerUnreachable, SglangApi
 from areal_ray.engines.sglang_turns import TurnDesk
 from areal_ray.engines.sglang_weights import WeightPath
-from areal_ray.errors import EngineError
+from areal_ray.errors import EngineDied, EngineError
 
 NAME = "sglang generation engine"
 _log = logging.getLogger(__name__)
@@ -136,8 +136,8 @@ class ServerControl:
                 if not self._is_paused:
                     await self._go_on()
             except EngineError as error:
-                self._fail(EngineError(f"{NAME}: version {version} is not loaded: {error}"))
-                raise
+                told = f"version {version} is not loaded: {error}"
+                raise self._fail(await self._lost(error, told)) from error
             self._is_stopped = False
             self._set_gates()
             idle_s = time.perf_counter() - began
@@ -201,20 +201,23 @@ class ServerControl:
 
     # -- the end --------------------------------------------------------------------------------
 
+    async def watch_process(self) -> None:
+        """Notice that the server's process ended, whatever waits for an answer of it."""
+        while not (why := self._why_ended()):
+            await asyncio.sleep(_WATCH_S)
+        raise EngineDied(f"{NAME}: {why}")
+
     async def watch(self) -> None:
-        """Notice a server that died, or weights that another client loaded."""
+        """Notice a server that cannot be reached, or weights that another client loaded."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            if why := self._why_ended():
-                raise EngineError(f"{NAME}: {why}")
             if self._lock.locked():
                 continue
             expected = self._desk.version
             try:
                 said = await self._api.get("/model_info")
             except ServerUnreachable as error:
-                await asyncio.sleep(_WATCH_S)  # its exit code may be there a moment later
-                raise EngineError(f"{NAME}: {self._why_ended() or error}") from error
+                raise await self._lost(error, str(error)) from error
             stamped, is_current = str(said.get("weight_version")), expected == self._desk.version
             if is_current and not self._lock.locked() and stamped != str(expected):
                 raise EngineError(
@@ -223,6 +226,12 @@ class ServerControl:
                     "of its own."
                 )
 
+    async def _lost(self, error: EngineError, told: str) -> EngineDied:
+        """Why the server has to be another: its process's end, where it cannot be reached."""
+        if isinstance(error, ServerUnreachable):
+            await asyncio.sleep(_WATCH_S)  # the exit code may be there a moment later
+        return EngineDied(f"{NAME}: {self._why_ended() or told}")
+
     def raise_if_over(self) -> None:
         """Refuse work of an engine that has failed or is closed."""
         if self.failure is not None:
@@ -230,12 +239,14 @@ class ServerControl:
         if self._is_closed:
             raise EngineError(f"{NAME}: it is closed. Start a new engine.")
 
-    def _fail(self, why: EngineError) -> None:
+    def _fail(self, why: EngineError) -> EngineError:
+        """End the engine, unless it has ended; what it ended with."""
         if self.failure is None and not self._is_closed:
             _log.error("%s", why)
             self.failure = why
             self._set_gates()
             self.in_background(self._desk.close(str(why)))
+        return self.failure or why
 
     async def close(self, *, leaves_server: bool) -> None:
         """End all turns as aborted, and leave a server that outlives us usable."""

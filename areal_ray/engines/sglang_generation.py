@@ -103,7 +103,8 @@ class SglangGenerationEngine:
         except BaseException:
             self.close()
             raise
-        self._loop.call_soon_threadsafe(self._control.in_background, self._control.watch())
+        for watch in (self._control.watch_process(), self._control.watch()):
+            self._loop.call_soon_threadsafe(self._control.in_background, watch)
 
     # -- the verbs ------------------------------------------------------------------------------
 

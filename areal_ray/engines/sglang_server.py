@@ -15,15 +15,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from areal_ray.core.child import child_command
+from areal_ray.engines.process_end import OomWatch, ended_how, words_from
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
 from areal_ray.engines.sglang_model import SglangModel
 from areal_ray.errors import EngineError
 
 _END_S = 15.0
 """What a server gets to end by itself."""
-_TOLD_LINES = 15
 
 
 def server_command(
@@ -71,7 +72,8 @@ class SglangServer:
 
     def __init__(self, command: list[str]) -> None:
         handle, path = tempfile.mkstemp(prefix="areal-ray-sglang-", suffix=".log")
-        self._log = Path(path)
+        self.log = Path(path)
+        self._oom = OomWatch()
         # In a session of its own: a Ctrl-C in the terminal ends the replica, which ends it.
         with os.fdopen(handle, "wb") as log:
             self._guard = subprocess.Popen(
@@ -87,14 +89,7 @@ class SglangServer:
         code = self._guard.poll()
         if code is None:
             return ""
-        return f"the server ended with code {code}; its last lines:\n{self.last_lines()}"
-
-    def last_lines(self) -> str:
-        """What it wrote last, for messages."""
-        with self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - 8192))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-_TOLD_LINES:]) or "(nothing)"
+        return f"the server {ended_how(code)}{self._oom.told()}. {words_from({self.log: 0})}"
 
     def close(self) -> None:
         """End the server and wait for its end."""
@@ -108,7 +103,7 @@ class SglangServer:
                 f"sglang generation engine: the server's guard (process {self._guard.pid}) does "
                 "not end; end its process group by hand."
             ) from error
-        self._log.unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
 
 
 def _dtype(config: SglangGenerationConfig, folder: Path) -> str:
@@ -120,15 +115,30 @@ def _dtype(config: SglangGenerationConfig, folder: Path) -> str:
 
 
 def main(settings: str) -> None:
-    """The guard: run the server until it ends or the pipe on stdin closes."""
-    command = json.loads(settings)["command"]
+    """The guard, below a process that waits for it.
+
+    Ray kills an actor's own children along with it, and a server without a guard would stay.
+    """
+    guard = os.fork()
+    if not guard:
+        _serve_until_left(json.loads(settings)["command"])
+    _, status = os.waitpid(guard, 0)
+    _exit_as(os.waitstatus_to_exitcode(status))
+
+
+def _serve_until_left(command: list[str]) -> NoReturn:
+    """Run the server until it ends or the pipe on stdin closes."""
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     while server.poll() is None:
         readable, _, _ = select.select([0], [], [], 0.2)
         if readable and not os.read(0, 1):
             break
     _end_group(server)
-    code = server.returncode
+    _exit_as(server.returncode)
+
+
+def _exit_as(code: int) -> NoReturn:
+    """As shells do: a signal's number plus 128."""
     sys.exit(code if code >= 0 else 128 - code)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_ray.core.buckets import BucketPlan
+from areal_ray.core.buckets import BucketPlan, RunningDigest
 from areal_ray.core.weight_delta import POSITION_BYTES, WHOLE
 
 if TYPE_CHECKING:
@@ -50,13 +50,33 @@ class InOrder:
         return self._source.read(first, first + count)
 
 
-def fill_bucket(plan: BucketPlan, bucket: int, weights: InOrder, out: torch.Tensor) -> None:
-    """Copy (and cast) what a bucket carries into `out`, uint8 [bucket length]."""
+def fill_bucket(
+    plan: BucketPlan, bucket: int, weights: InOrder, out: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Copy (and cast) what a bucket carries into `out`, uint8 [bucket length].
+
+    Yields:
+        Each part of it once it is written: all of it, in order.
+    """
+    done = 0
     for piece in plan.pieces(bucket):
         dtype = getattr(torch, piece.dtype)
-        target = out[piece.bucket_start_byte :][: piece.num_bytes].view(dtype)
+        start = piece.bucket_start_byte
+        target = out[start:][: piece.num_bytes].view(dtype)
         first = piece.tensor_start_byte // dtype.itemsize
-        target.copy_(weights.part(piece.name, first, target.numel()))
+        for end in _copied(target, weights.part(piece.name, first, target.numel())):
+            yield out[done : start + end]
+            done = start + end
+    yield out[done:]
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor) -> Iterator[int]:
+    """How many bytes are, part by part; it lets go of the source as it ends."""
+    step = RunningDigest.PART_BYTES // target.itemsize
+    for first in range(0, target.numel(), step):
+        part = target[first : first + step]
+        part.copy_(source[first : first + step])
+        yield (first + part.numel()) * target.itemsize
 
 
 def apply_changes(target: torch.Tensor, count: int, encoded: torch.Tensor, unit: int) -> None:

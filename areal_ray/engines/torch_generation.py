@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from areal_ray.engines.engine_loop import EngineLoop
 from areal_ray.engines.errands import Errand
 from areal_ray.engines.generation_model import load_generation_model
-from areal_ray.engines.live_weights import first_difference
 from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
@@ -149,10 +148,9 @@ class TorchGenerationEngine:
             return idle_s
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """The first live tensor that is not what `swap` makes of these, or nothing; beside the
-        loop, in the memory of one layer more."""
+        """A live tensor that is not what `swap` makes of these, or nothing; beside the loop."""
         with self._swap_turn, torch.inference_mode():
-            return first_difference(self._model.forward.live_pairs(tensors))
+            return self._model.forward.differing(tensors)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """[T-1] log-probs of each token [T] but the first; running turns wait meanwhile."""

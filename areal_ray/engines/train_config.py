@@ -56,8 +56,10 @@ class TrainEngineConfig(Config):
     share_prefixes: bool = True
     """Compute the prompt that a group's episodes have in common once."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
-    """flash: sequences end to end without padding (flash-attn, on cuda in bfloat16); shared
-    prompts are then computed for each. sdpa: rows side by side. auto: flash where it can run."""
+    """auto: sequences end to end without padding, by flash-attn where it can run, else by SDPA;
+    padded where a model cannot read them so, or one is longer than its attention's window.
+    flash: by flash-attn (on cuda in bfloat16), which computes shared prompts for each. sdpa:
+    padded."""
     collective_timeout_s: float = Field(600.0, gt=0.0)
     """How long a rank waits for the others in one exchange."""
 

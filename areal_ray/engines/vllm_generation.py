@@ -59,7 +59,6 @@ _LOOK_S = 1.0
 _CLOSE_DEADLINE_S = 10.0
 _ABORT_DEADLINE_S = 2.0
 _NAME = "vllm generation engine"
-_DEAD = f"{_NAME}: its engine process died; what it said stands above. Start a new engine."
 
 
 class VllmGenerationEngine:
@@ -83,13 +82,13 @@ class VllmGenerationEngine:
         self._on_one_gpu = config.tensor_parallel == 1
         self._version = version
         self._is_closed = False
-        self._failure: Exception | None = None
+        self._failure: EngineDied | None = None
         self._idle_for_swap_s = 0.0
         self._thread = EventLoopThread(_NAME)
         try:
             self._adapters = None if lora is None else VllmAdapters(self._model.layers, lora)
             starting = start_vllm(self._model, config, version, self._adapters)
-            self._llm = self._thread.ask(starting)
+            self._llm, self._processes = self._thread.ask(starting)
             self._dtype = str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
             from areal_ray.engines.vllm_serving import TurnService  # imports vllm
             from areal_ray.engines.vllm_standstill import Standstill
@@ -231,14 +230,14 @@ class VllmGenerationEngine:
             await asyncio.wait({task}, timeout=_LOOK_S)
             if not task.done() and (self._llm is None or self._llm.errored):
                 task.cancel()
-                raise EngineDied(_DEAD)
+                raise self._died()
         try:
             return task.result()
         except ArealRayError:
             raise
         except Exception as error:
             if self._llm is None or self._llm.errored:
-                raise EngineDied(_DEAD) from error
+                raise self._died() from error
             raise EngineError(f"{_NAME}: {error}") from error
 
     async def _swap(self, note: WeightNote | None, version: int, policy: OnWeightUpdate) -> float:
@@ -258,9 +257,12 @@ class VllmGenerationEngine:
                 else:
                     await finish_update(self._llm, version)
             except Exception as error:  # it may have loaded by half: it must not sample again
-                self._failure = error
+                if self._llm.errored:
+                    raise
+                told = f"{_NAME}: version {version} was not loaded: {error}. Start a new engine."
+                self._failure = EngineDied(told)
                 await self._turns.end(_ABORT_DEADLINE_S)
-                raise EngineError(f"{_NAME}: version {version}: {error}") from error
+                raise self._failure from error
             self._version = version
         idle_s = time.perf_counter() - begin
         self._idle_for_swap_s += idle_s
@@ -285,10 +287,15 @@ class VllmGenerationEngine:
 
     def _raise_if_over(self) -> None:
         if self._failure is not None:
-            raise EngineError(
-                f"{_NAME}: it failed: {self._failure}. Start a new engine."
-            ) from self._failure
+            raise self._failure
         if self._is_closed:
             raise EngineError(f"{_NAME}: it is closed. Start a new engine.")
         if self._llm.errored:
-            raise EngineDied(_DEAD)
+            raise self._died()
+
+    def _died(self) -> EngineDied:
+        """Why there is nothing to ask any more, looked up once."""
+        if self._failure is None:
+            told = f"{_NAME}: its engine process died: {self._processes.told()}"
+            self._failure = EngineDied(told)
+        return self._failure

@@ -34,6 +34,8 @@ class ServedModel:
     """Those that can have an adapter."""
     stored_dtype: str
     has_tokenizer: bool
+    config: Mapping[str, Any]
+    """What its config.json says."""
 
     def why_refused(self, request: GenerationRequest) -> str:
         """Empty if a request can be served, else what is wrong with it."""
@@ -81,6 +83,7 @@ def read_served_model(path: str | Path, max_context_tokens: int) -> ServedModel:
         layers=linear_layers(empty),
         stored_dtype=str(stored).removeprefix("torch."),
         has_tokenizer=any((folder / name).is_file() for name in _TOKENIZERS),
+        config=config.to_dict(),
     )
 
 

@@ -1,6 +1,7 @@
 """Spawning actors, and calling them so that every failure names the actor and the cause."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,11 +21,15 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_ray.core.task import UNSENDABLE, Task, sending_problem
-from areal_ray.errors import ActorLost, ArealRayError, DataError, EngineError
+from areal_ray.errors import ActorGone, ActorLost, ArealRayError, DataError, EngineError
+from areal_ray.runtime.last_words import forget
 
 T = TypeVar("T")
 
 _PROBE_S = 0.5
+_RAISED = re.compile(r"^areal_ray\.errors\.\w+: ", re.MULTILINE)
+_TOLD_CHARS = 6000
+"""An engine's death is told with its process's last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ async def call(name: str, result: Awaitable[Any]) -> Any:
     """Await an actor's answer.
 
     Raises:
-        ActorLost: The actor died or cannot be reached.
+        ActorGone: The actor died for good.
+        ActorLost: It died or cannot be reached; Ray may restart it.
         ArealRayError: What the actor raised, if it is one of ours, with the actor's name.
         EngineError: Anything else the actor raised.
     """
@@ -103,6 +109,8 @@ async def call(name: str, result: Awaitable[Any]) -> Any:
         return await result
     except RayTaskError as error:
         raise explained(name, error) from error
+    except ActorDiedError as error:
+        raise ActorGone(f"{name} died: {reason_of_death(error)}") from error
     except (RayActorError, ActorUnavailableError, WorkerCrashedError) as error:
         raise ActorLost(f"{name} died: {reason_of_death(error)}") from error
     except RayError as error:
@@ -126,8 +134,9 @@ def reason_of_death(error: BaseException) -> str:
     if isinstance(error, ActorUnavailableError):  # Ray may restart it, and cannot say more yet
         return "the connection to it broke"
     text = str(error)
-    if "creation task" in text:  # the constructor raised: its last line says what
-        return [line.strip() for line in text.splitlines() if line.strip()][-1][:300]
+    if "creation task" in text:  # the constructor raised: what, stands at the end
+        *_, told = _RAISED.split(text.strip())
+        return told[:_TOLD_CHARS] if told != text.strip() else told.splitlines()[-1][:300]
     if "OutOfMemory" in text or "memory monitor" in text:
         return "out of memory"
     for marker in ("exit type:", "Worker exit type:", "Worker exit detail:", "error_message"):
@@ -258,3 +267,4 @@ class Fleet:
             probe.cancel()
         for handle in self.handles.values():
             ray.kill(handle, no_restart=True)
+            forget(handle)

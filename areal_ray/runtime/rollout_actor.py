@@ -7,7 +7,6 @@ last committed weights before it answers.
 """
 
 import asyncio
-import logging
 import os
 import time
 from collections import defaultdict
@@ -34,6 +33,7 @@ from areal_ray.engines.protocols import (
 from areal_ray.errors import DeadlineExceeded, EngineDied, EngineError, PublishError
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.garbage import collect_rarely
+from areal_ray.runtime.last_words import end, starting
 from areal_ray.runtime.membership import Membership
 from areal_ray.runtime.outbox import Outbox
 from areal_ray.runtime.rollout_config import RolloutConfig
@@ -43,7 +43,6 @@ from areal_ray.runtime.weight_files import WeightFile
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
 _POLL_S = 20.0
 _FORGET_CLIENT_S = 120.0
 _CATCH_UP_S = 300.0
@@ -114,21 +113,22 @@ class RolloutActor:
         """
         self._name = name
         self._incarnation = uuid4().hex[:12]
-        self._engine = build_engine(model_path, config, version=version, lora=lora)
-        self._guard = SwapGuard(
-            self._engine, config.on_weight_update, self._on_results, self._on_chunks
-        )
-        from areal_ray.runtime.weight_receiver import WeightReceiver  # imports torch
-
-        self._receiver = WeightReceiver(self._engine.weight_shapes())
         self._clients: dict[str, str] = {}
         self._outboxes: defaultdict[str, Outbox] = defaultdict(Outbox)
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread, so that the steps of one publish can never overtake each other.
         self._transfers = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._engine.start(self._guard.on_results, self._guard.on_chunks)
-        if sync and not pinned:
-            self._catch_up(reach(sync))
+        with starting(name):
+            self._engine = build_engine(model_path, config, version=version, lora=lora)
+            self._guard = SwapGuard(
+                self._engine, config.on_weight_update, self._on_results, self._on_chunks
+            )
+            from areal_ray.runtime.weight_receiver import WeightReceiver  # imports torch
+
+            self._receiver = WeightReceiver(self._engine.weight_shapes())
+            self._engine.start(self._guard.on_results, self._guard.on_chunks)
+            if sync and not pinned:
+                self._catch_up(reach(sync))
         collect_rarely()
 
     def _catch_up(self, sync: Any) -> None:
@@ -156,7 +156,10 @@ class RolloutActor:
         self._outboxes[client].submitted(len(requests))
         for request in requests:
             self._clients[request.request_id] = client
-        self._engine.submit(requests)
+        try:
+            self._engine.submit(requests)
+        except EngineDied as died:
+            end(self._name, died)
 
     async def collect(self, client: str, linger_s: float = 0.0) -> Collected:
         """Turns of `client` that ended, and what its streamed ones sampled, since the last call.
@@ -197,7 +200,7 @@ class RolloutActor:
         self._loop.call_soon_threadsafe(self._deliver, results)
 
     def _end_with_engine(self) -> None:
-        """Die where a process of the engine's own did, so that Ray starts both anew.
+        """End where a process of the engine's own did, so that Ray starts both anew.
 
         Whoever waits for its turns then asks for them again; answered with the failure, they would
         fail their episodes, and an idle replica that fails at once would draw all others to it.
@@ -205,8 +208,7 @@ class RolloutActor:
         try:
             self._engine.health()
         except EngineDied as died:
-            _log.critical("%s: %s", self._name, died)
-            os._exit(1)
+            end(self._name, died)
         except EngineError:
             return
 
@@ -280,7 +282,10 @@ class RolloutActor:
 
     def _swap(self, version: int, check: Check) -> Swapped:
         tensors = self._receiver.take(version)
-        return self._guard.swap(tensors, version, check, lambda: list(self._clients))
+        try:
+            return self._guard.swap(tensors, version, check, lambda: list(self._clients))
+        except EngineDied as died:  # weights by half: nobody is to wait for it
+            end(self._name, died)
 
     async def _in_order(self, function: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()

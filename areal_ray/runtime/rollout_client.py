@@ -11,15 +11,15 @@ generate() and stream() wait for: their result; unblocked by the collector; boun
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
-from areal_ray.errors import DeadlineExceeded, EngineError
+from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError
 from areal_ray.runtime.fleet import explained, reason_of_death
 from areal_ray.runtime.pending_turn import PendingTurn
 from areal_ray.runtime.replica_choice import ReplicaChoice
@@ -198,8 +198,7 @@ class RolloutClient:
         try:
             await lane.replica.submit.remote(self._client_id, RequestBatch(requests))
         except RayTaskError as error:
-            for request in requests:
-                self._fail(lane, request.request_id, explained(lane.name, error))
+            self._fail(lane, [r.request_id for r in requests], explained(lane.name, error))
         except RayError as error:  # it died, or what it answered died with a node
             self._lost(lane, error)
 
@@ -217,8 +216,7 @@ class RolloutClient:
                 if not came.results and not came.chunks:
                     await self._notice_restart(lane)
             except RayTaskError as error:
-                for request_id in list(lane.pending):
-                    self._fail(lane, request_id, explained(lane.name, error))
+                self._fail(lane, lane.pending, explained(lane.name, error))
             except RayError as error:
                 self._lost(lane, error)
             else:
@@ -238,11 +236,12 @@ class RolloutClient:
             pending.end(result)
             del lane.pending[result.request_id]
 
-    def _fail(self, lane: _Lane, request_id: str, error: Exception) -> None:
-        pending = lane.pending.get(request_id)
-        if pending is not None and not pending.future.done():
-            pending.future.set_exception(error)
-            del lane.pending[request_id]
+    def _fail(self, lane: _Lane, request_ids: Iterable[str], error: Exception) -> None:
+        for request_id in list(request_ids):
+            pending = lane.pending.get(request_id)
+            if pending is not None and not pending.future.done():
+                pending.future.set_exception(error)
+                del lane.pending[request_id]
 
     # -- death and return ----------------------------------------------------------------------
 
@@ -270,11 +269,11 @@ class RolloutClient:
         """Wait for Ray to restart the replica; its turns, if still here, are sent again."""
         try:
             lane.incarnation = await lane.replica.incarnation.remote()
-        except RayTaskError as error:
-            lane.down_reason = str(explained(lane.name, error))
-            await asyncio.sleep(_PROBE_EVERY_S)
         except RayError as error:
-            lane.down_reason = reason_of_death(error)
+            told = explained(lane.name, error) if isinstance(error, RayTaskError) else None
+            lane.down_reason = str(told) if told else reason_of_death(error)
+            if isinstance(error, ActorDiedError):  # for good: nobody is to wait for it
+                self._fail(lane, lane.pending, ActorLost(f"{lane.name} died: {lane.down_reason}"))
             await asyncio.sleep(_PROBE_EVERY_S)
         else:
             lane.down_reason = ""

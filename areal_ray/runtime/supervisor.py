@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_ray.errors import ActorLost, ArealRayError
+from areal_ray.errors import ActorGone, ActorLost, ArealRayError
 from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.last_words import taken
 from areal_ray.runtime.rollout_actor import RolloutHealth
 
 _ANSWER_S = 5.0
@@ -61,6 +62,17 @@ class Look:
     returns: dict[str, str]
     """Of these, those of actors that were restarted: name -> line."""
     reading: FleetReading | None
+    gone: str = ""
+    """Who died for good and why: the run cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """An actor that did not answer."""
+
+    told: str
+    words: str = ""
+    """What it left behind."""
 
 
 class Supervisor:
@@ -74,21 +86,20 @@ class Supervisor:
 
     async def look(self) -> Look:
         """Ask every actor how it is."""
-        answers = await asyncio.gather(
-            *(
-                self._ask(fleet, name)
-                for fleet in (self._rollouts, *self._others)
-                for name in fleet.names()
-            )
-        )
+        asked = (self._ask(name, handle) for name, handle in self._handles().items())
+        answers = await asyncio.gather(*asked)
         events: list[str] = []
         returns: dict[str, str] = {}
         engines: list[RolloutHealth] = []
+        gone = ""
         for name, answer in answers:
-            if isinstance(answer, str):
-                if name not in self._silent:
-                    self._silent.add(name)
-                    events.append(answer)
+            if isinstance(answer, ActorGone):
+                gone = str(answer)
+                continue
+            if isinstance(answer, _Missed):
+                if name not in self._silent or answer.words:
+                    events.append(answer.told)
+                self._silent.add(name)
                 continue
             returned = self._compare(name, answer)
             if returned:
@@ -96,7 +107,7 @@ class Supervisor:
                 returns[name] = returned
             if isinstance(answer, RolloutHealth) and name in self._rollouts.handles:
                 engines.append(answer)
-        return Look(tuple(events), returns, _reading(engines) if engines else None)
+        return Look(tuple(events), returns, _reading(engines) if engines else None, gone)
 
     def _compare(self, name: str, health: Any) -> str:
         """A line if the actor was restarted since the last look."""
@@ -110,18 +121,29 @@ class Supervisor:
         if isinstance(health, RolloutHealth):
             where = f" at version {health.engine.version}"
         lost = "" if was_silent else " died,"
-        return f"{name}{lost} was restarted and is back{where}"
+        words = taken(self._handles()[name])
+        why = f". It had ended itself: {words}" if words else ""
+        return f"{name}{lost} was restarted and is back{where}{why}"
 
-    async def _ask(self, fleet: Fleet, name: str) -> tuple[str, Any]:
+    def _handles(self) -> dict[str, Any]:
+        """Of all that are watched, by name."""
+        fleets = (self._rollouts, *self._others)
+        return {name: handle for fleet in fleets for name, handle in fleet.handles.items()}
+
+    async def _ask(self, name: str, handle: Any) -> tuple[str, Any]:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return name, await call(name, fleet.handles[name].health.remote())
+                return name, await call(name, handle.health.remote())
         except TimeoutError:
-            return name, f"{name} has not answered for {_ANSWER_S:g} s"
+            return name, _Missed(f"{name} has not answered for {_ANSWER_S:g} s")
+        except ActorGone as gone:
+            return name, gone
         except ActorLost as lost:
-            return name, f"{lost}; Ray restarts it"
+            words = taken(handle)
+            told = f"{name} ended itself, Ray restarts it: {words}"
+            return name, _Missed(told if words else f"{lost}; Ray restarts it", words)
         except ArealRayError as error:
-            return name, f"{error}"
+            return name, _Missed(f"{error}")
 
 
 def _reading(healths: Sequence[RolloutHealth]) -> FleetReading:

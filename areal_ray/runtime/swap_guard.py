@@ -10,6 +10,7 @@ one after a swap that is proven.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from areal_ray.engines.protocols import (
     OnWeightUpdate,
     ReadsBack,
 )
+from areal_ray.errors import EngineDied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,27 +112,39 @@ class SwapGuard:
             version: Theirs.
             check: What has to be proven.
             running: Gives the ids of the turns that the engine holds.
+
+        Raises:
+            EngineDied: Another engine has to be started; this one answers for nothing any more.
         """
         with self._changed:
             self._unproven = version
-        is_proven = False
+        is_proven = is_over = False
         try:
             idle_s = self._engine.swap(tensors, version, self._policy)
             started_s = time.perf_counter()
             proof = self._prove(tensors, check)
             is_proven = not proof.difference
+        except EngineDied:  # nothing is left to be halted
+            is_over = True
+            raise
         finally:  # an engine that may have loaded some tensors and not others is halted, too
             if is_proven:
                 self._let_out()
-            else:
+            elif not is_over:
                 self._halt(running)
         return Swapped(idle_s, replace(proof, seconds=time.perf_counter() - started_s))
 
     def _prove(self, tensors: Mapping[str, "Tensor"], check: Check) -> Proof:
-        if check.tensors and isinstance(self._engine, ReadsBack):
-            name = self._engine.differing(tensors)
-            if name:
-                return Proof(f"{name} is live with other bytes than those that arrived")
+        """The probe is computed on the engine's thread, the tensors are looked at on this one."""
+        with ThreadPoolExecutor(1, "probe") as beside:
+            proving = beside.submit(self._probe, check)
+            if check.tensors and isinstance(self._engine, ReadsBack):
+                name = self._engine.differing(tensors)
+                if name:
+                    return Proof(f"{name} is live with other bytes than those that arrived")
+            return proving.result()
+
+    def _probe(self, check: Check) -> Proof:
         if check.probe is None:
             return Proof()
         logprobs = self._engine.score(check.probe.token_ids)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_ray.core.buckets import BucketPlan, digest, verify
+from areal_ray.core.buckets import BucketPlan, RunningDigest, digest, verify
 from areal_ray.core.weight_delta import encoded_bytes, header_bytes, open_header, unit_bytes
 from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
@@ -213,7 +213,11 @@ def _read_buckets(
     digests: list[str] = []
     for bucket in range(plan.num_buckets):
         group.wait_whole(bucket, f"bucket {bucket} of {plan.num_buckets}")
-        part = slice(*plan.bounds(bucket))
-        tensor_bytes.write_bytes(buffer[part], source[part])
-        digests.append(digest(buffer[part].numpy()))
+        start, end = plan.bounds(bucket)
+        proof = RunningDigest()
+        for low in range(start, end, proof.PART_BYTES):
+            part = slice(low, min(low + proof.PART_BYTES, end))
+            tensor_bytes.write_bytes(buffer[part], source[part])
+            proof.add(buffer[part].numpy())
+        digests.append(str(proof))
     return digests

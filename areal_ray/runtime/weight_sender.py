@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_ray.core.buckets import BucketPlan, digest, plan_buckets, seal
+from areal_ray.core.buckets import BucketPlan, RunningDigest, plan_buckets, seal
 from areal_ray.core.weight_delta import encode, seal_header, unit_bytes
 from areal_ray.engines import tensor_bytes
 from areal_ray.errors import PublishError
@@ -143,11 +143,15 @@ class WeightSender:
         for bucket in range(plan.num_buckets):
             kept = flat[slice(*plan.bounds(bucket))]
             wire = outlet.room(kept)
-            tensor_bytes.fill_bucket(plan, bucket, weights, wire)
+            proof = RunningDigest()
+            for part in tensor_bytes.fill_bucket(plan, bucket, weights, wire):
+                if wire is kept:
+                    proof.add(part.numpy())
             outlet.post(bucket, wire)
             if wire is not kept:
                 kept.copy_(wire)
-            digests.append(digest(kept.numpy()))
+                proof.add(kept.numpy())
+            digests.append(str(proof))
             outlet.wait(most_left=1)
         outlet.finish()
         return digests

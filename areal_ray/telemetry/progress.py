@@ -63,7 +63,7 @@ class LineProgress:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._said_at = clock()
-        self._since = "the start"
+        self._since, self._since_s = "the start", clock()
         self._next_step_at = clock()
         self._status = StatusView()
         self._history: RunHistory | None = None
@@ -89,8 +89,8 @@ class LineProgress:
             total = self._history.header.total_steps
             left_s = self._history.eta_s
             eta = f"  eta {duration_text(left_s)}" if left_s else ""
-        self._since = f"step {view.step}"
         now = self._clock()
+        self._since, self._since_s = f"step {view.step}", now
         if now >= self._next_step_at or view.step == total or view.skipped:
             self._next_step_at = now + _BETWEEN_STEPS_S
             self._say(view.line(total) + eta)
@@ -125,11 +125,10 @@ class LineProgress:
 
     def beat(self) -> None:
         """Say what is awaited, if nothing was said for `heartbeat_s`."""
-        quiet_s = self._clock() - self._said_at
-        if quiet_s >= self._heartbeat_s:
-            self._say(
-                f"  {duration_text(quiet_s)} since {self._since}: {self._status.line()}", True
-            )
+        now = self._clock()
+        if now - self._said_at >= self._heartbeat_s:
+            passed = duration_text(now - self._since_s)
+            self._say(f"  {passed} since {self._since}: {self._status.line()}", True)
 
     def _beat(self) -> None:
         while not self._stopped.wait(min(1.0, self._heartbeat_s / 4)):

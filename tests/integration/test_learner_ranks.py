@@ -1,6 +1,5 @@
 """Two learner ranks over gloo are one learner: same steps, same numbers, same files."""
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from areal_ray.engines.train_config import (
     TorchTrainConfig,
 )
 from areal_ray.errors import EngineError
+from tests.support.processes import spawn as spawn
 from tests.support.tiny_groups import random_group
 from tests.support.tiny_models import write_tiny_model
 
@@ -152,22 +152,6 @@ def _rank_main(folder, address, rank, size, outbox):
 def _join_only(address, rank, size, timeout_s):
     RankGroup.join(address, rank, size, timeout_s=timeout_s)
     os._exit(0)  # dies without a word, as a killed process does
-
-
-@pytest.fixture
-def spawn():
-    processes = []
-
-    def start(target, *arguments):
-        process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-        process.start()
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 def test_two_ranks_take_the_same_steps_as_one(tmp_path, spawn):

@@ -16,7 +16,7 @@ from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.weight_files import WeightFile, prepare_folder
 from areal_ray.runtime.weights_config import WeightsConfig
 from tests.support.weight_actors import TINY, LearnerStandIn, ReplicaStandIn, tensors
-from tests.support.weight_crew import WeightCrew, assert_live
+from tests.support.weight_crew import PATIENCE_S, WeightCrew, answer, assert_live
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -103,6 +103,36 @@ def test_only_what_changed_takes_the_wire_and_every_third_version_is_whole(
     report = changes.publish(version + 4)
     assert report.replicas == ("rollout-0", "rollout-2")
     assert "differ from their digest" in report.quarantined["rollout-1"]
+
+
+def test_a_replica_restarted_between_two_changes_is_sent_a_whole_version_first(
+    ray_session: None,
+) -> None:
+    fields = {"bucket_bytes": 65536, "shares_memory": False, "full_every": 1000}
+    expected = tensors(BROAD, 0)
+    with WeightCrew(2, shapes=BROAD, **fields) as crew:
+
+        def publish(version: int) -> None:
+            expected["head"].view(-1)[version] = float(version)
+            ray.get(crew.learner.nudge.remote("head", version, float(version)), timeout=60)
+            report = ray.get(crew.sync.publish.remote(version), timeout=60)
+            assert (report.replicas, report.quarantined) == (tuple(crew.replicas), {})
+            for replica in crew.replicas.values():
+                assert_live(replica, version, expected)
+
+        for version in (1, 2, 3):
+            publish(version)
+        back = crew.replicas["rollout-1"]
+        old = answer(back.incarnation)
+        ray.kill(back, no_restart=False)
+        end = time.monotonic() + PATIENCE_S
+        while answer(back.incarnation) == old:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert_live(back, 3, expected)
+        # It holds no base any more: what changed alone would be refused, and name it.
+        for version in (4, 5, 6):
+            publish(version)
 
 
 def assert_bits(replica: Any, version: int, expected: dict[str, torch.Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Version stamps through learner, publish, rollout and agent actors: never a wrong one."""
 
 import ray
+from safetensors.torch import load_file
 
 from areal_ray.actors import LearnerSetup
 from areal_ray.agents.episode import AgentConfig
@@ -15,8 +16,9 @@ from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.rollout_actor import RolloutActor
 from areal_ray.runtime.rollout_config import RolloutConfig
 from areal_ray.runtime.weights_config import WeightsConfig
+from areal_ray.telemetry.rows import read_rows
 from tests.support.tiny_models import write_tiny_model
-from tests.support.whole_runs import Runs
+from tests.support.whole_runs import Runs, assert_books_balance
 
 FIRST = 40
 """Version v samples this token id + v, whatever it is asked."""
@@ -91,3 +93,21 @@ def test_no_token_carries_a_version_other_than_the_one_that_sampled_it(runs: Run
     assert mixed, "no turn was under way during a publish"
     for actor in spawned:
         ray.kill(actor)
+
+
+def test_a_run_whose_weights_travel_in_half_the_bits_keeps_its_versions_and_proofs(
+    runs: Runs,
+) -> None:
+    """Changes alone over the wire, too."""
+    wire = ("weights.shares_memory=false", "weights.full_every=3")
+    summary = runs.run("halves", "weights.dtype=bfloat16", *wire)
+    assert (summary.outcome, summary.version) == ("finished", summary.steps)
+    folder = runs.folder / "halves"
+    assert_books_balance(folder)
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
+    whole = sum(t.nbytes for t in load_file(runs.folder / "tiny/model.safetensors").values())
+    assert {row["publish/bytes"] for row in rows} == {whole / 2}
+    assert not any(row["publish/differing_replicas"] for row in rows)
+    # Rounded weights are another policy than the learner's, and a close one.
+    gaps = [row["publish/probe_mean_nats"] for row in rows]
+    assert 1e-5 < max(gaps) < 0.1

@@ -18,7 +18,7 @@ from aiohttp import web
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.sglang_generation import SglangGenerationEngine
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
-from areal_ray.errors import EngineError
+from areal_ray.errors import EngineDied, EngineError
 from tests.support.generation import (
     Served,
     forcing_weights,
@@ -27,7 +27,12 @@ from tests.support.generation import (
     random_prompt,
     request,
 )
-from tests.support.sglang_server import ScriptedServer, scripted_server
+from tests.support.sglang_server import (
+    ScriptedServer,
+    scripted_server,
+    server_below,
+    write_interpreter,
+)
 from tests.support.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -458,13 +463,7 @@ def is_over(engine: Any) -> bool:
 @pytest.fixture
 def python(tmp_path: Path) -> str:
     """An interpreter whose `-m sglang.launch_server` is the scripted server."""
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\nshift 2\ncd "{ROOT}"\n'
-        f'exec "{sys.executable}" -m tests.support.sglang_server "$@"\n'
-    )
-    script.chmod(0o755)
-    return str(script)
+    return write_interpreter(tmp_path)
 
 
 def test_a_server_is_started_given_weights_by_broadcast_put_to_sleep_and_ended(folder, python):
@@ -509,7 +508,7 @@ def test_a_server_that_dies_is_told_by_health_and_by_every_turn(folder, python):
     for result in client.wait("r0", "r1", "r2"):
         assert result.error.startswith(f"request {result.request_id}: ")
     until(lambda: is_over(engine))
-    with pytest.raises(EngineError, match="the server ended with code 137"):
+    with pytest.raises(EngineDied, match=r"the server ended with code 137 \(SIGKILL\)"):
         engine.health()
     engine.close()
 
@@ -518,7 +517,7 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(folder, tmp_pa
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho unrecognized arguments: $7 1>&2\nexit 2\n")
     script.chmod(0o755)
-    with pytest.raises(EngineError, match=r"ended with code 2; (.|\n)*arguments: --port"):
+    with pytest.raises(EngineDied, match=r"ended with code 2\. The last(.|\n)*arguments: --port"):
         SglangGenerationEngine(folder, SglangGenerationConfig(python=str(script)))
 
 
@@ -528,8 +527,8 @@ def test_a_killed_replica_takes_its_server_along():
          "import time\n"
          "from areal_ray.engines.sglang_server import SglangServer\n"
          "server = SglangServer(['sh', '-c', 'echo $$; sleep 600 & wait'])\n"
-         "while not server.last_lines().isdigit(): time.sleep(0.05)\n"
-         "print(server.last_lines(), flush=True)\n"
+         "while not server.log.read_text().endswith('\\n'): time.sleep(0.05)\n"
+         "print(server.log.read_text(), end='', flush=True)\n"
          "time.sleep(600)"],
         stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
@@ -544,10 +543,8 @@ def test_a_killed_replica_takes_its_server_along():
 
 
 def server_process(engine: Any) -> int:
-    """The process that listens, a child of the guard."""
-    guard = engine._server._guard.pid
-    children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
-    return int(children[0])
+    """The process that listens."""
+    return server_below(engine._server._guard.pid)
 
 
 def is_alive(process: int) -> bool:

@@ -1,6 +1,5 @@
 """Parts of tensors over real ranks: any slice is read whole, and a death ends every wait."""
 
-import multiprocessing
 import os
 import time
 
@@ -10,6 +9,7 @@ import torch
 from areal_ray.engines.process_group import RankGroup, Rendezvous
 from areal_ray.engines.tensor_parts import Extent, PartGroup
 from areal_ray.errors import EngineError
+from tests.support.processes import spawn as spawn
 
 WHOLE = {"a": torch.arange(10.0), "b": torch.arange(4.0), "empty there": torch.arange(1.0)}
 CUTS = {"a": 6, "b": 2, "empty there": 1}
@@ -26,8 +26,6 @@ def _own(rank):
 
 
 def _joined(place, rank):
-    # torch numbers the groups of a process: an earlier test of this one may have left it ahead.
-    torch.distributed.distributed_c10d._world.group_count = 0
     parts = PartGroup(RankGroup.join(place, rank, 2, timeout_s=TIMEOUT_S), TIMEOUT_S)
     return parts, parts.extents({name: extent for name, (extent, _) in _own(rank).items()})
 
@@ -57,56 +55,47 @@ def _first_rank(address):
     os._exit(9)
 
 
-@pytest.fixture
-def spawn():
-    processes = []
+def _reading_rank(address):
+    """Reads any slice, then what the other rank does not live to send."""
+    parts, extents = _joined(address, 0)
+    own, names = _own(0), list(WHOLE)
 
-    def start(target, *arguments):
-        process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-        process.start()
-        processes.append(process)
+    def read(name, start, stop):
+        bounds = Extent(start, stop - start)
+        return parts.read(names.index(name), bounds, extents[name], own[name][1]).tolist()
 
-    yield start
-    for process in processes:
-        process.kill()
-        process.join()
+    assert read("a", 0, 10) == WHOLE["a"].tolist()
+    assert read("a", 4, 9) == [4, 5, 6, 7, 8]
+    assert read("b", 3, 4) == [3]
+    assert read("a", 0, 3) == [0, 1, 2]
+    assert read("empty there", 0, 1) == [0]
+    parts.release()
+    for name, tensor in WHOLE.items():
+        assert parts.collect(extents[name], own[name][1]).equal(tensor)
+        parts.deal(extents[name], 2 * tensor, own[name][1])
+    assert own["a"][1].tolist() == [0, 2, 4, 6, 8, 10]
+    began_s = time.monotonic()
+    with pytest.raises(EngineError, match="exchange of weights over ranks failed"):
+        read("a", 0, 10)
+    assert time.monotonic() - began_s < TIMEOUT_S / 2
+    parts.ranks.close()
 
 
-def test_any_slice_is_read_and_a_rank_that_dies_meanwhile_ends_the_read(spawn):
+def _serving_rank(address):
+    parts, _ = _joined(address, 1)
+    with pytest.raises(EngineError, match="Another rank has died or is stuck"):
+        parts.answer(lambda index: _own(1)["a"])
+    parts.ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("dies", "lives"),
+    [((_other_rank, 5), (_reading_rank,)), ((_first_rank,), (_serving_rank,))],
+    ids=["any slice is read until the server dies", "the server learns that the reader died"],
+)
+def test_a_death_ends_what_the_other_rank_waits_for(spawn, dies, lives):
     meeting = Rendezvous.open("127.0.0.1", 2, TIMEOUT_S)
-    spawn(_other_rank, meeting.address, 5)
-    parts, extents = _joined(meeting, 0)
-    try:
-        own, names = _own(0), list(WHOLE)
-
-        def read(name, start, stop):
-            bounds = Extent(start, stop - start)
-            return parts.read(names.index(name), bounds, extents[name], own[name][1]).tolist()
-
-        assert read("a", 0, 10) == WHOLE["a"].tolist()
-        assert read("a", 4, 9) == [4, 5, 6, 7, 8]
-        assert read("b", 3, 4) == [3]
-        assert read("a", 0, 3) == [0, 1, 2]
-        assert read("empty there", 0, 1) == [0]
-        parts.release()
-        for name, tensor in WHOLE.items():
-            assert parts.collect(extents[name], own[name][1]).equal(tensor)
-            parts.deal(extents[name], 2 * tensor, own[name][1])
-        assert own["a"][1].tolist() == [0, 2, 4, 6, 8, 10]
-        began_s = time.monotonic()
-        with pytest.raises(EngineError, match="exchange of weights over ranks failed"):
-            read("a", 0, 10)
-        assert time.monotonic() - began_s < TIMEOUT_S / 2
-    finally:
-        parts.ranks.close()
-
-
-def test_a_rank_that_serves_learns_that_the_reader_died(spawn):
-    meeting = Rendezvous.open("127.0.0.1", 2, TIMEOUT_S)
-    spawn(_first_rank, meeting.address)
-    parts, _ = _joined(meeting.address, 1)
-    try:
-        with pytest.raises(EngineError, match="Another rank has died or is stuck"):
-            parts.answer(lambda index: _own(1)["a"])
-    finally:
-        parts.ranks.close()
+    dying, living = (spawn(rank, meeting.address, *more) for rank, *more in (dies, lives))
+    living.join(TIMEOUT_S + 60)  # what it says stands on standard error
+    dying.join(TIMEOUT_S)
+    assert (dying.exitcode, living.exitcode) == (9, 0)

@@ -178,7 +178,8 @@ class TestVllm(EngineConformance):
         (result,) = bench.served.wait(turn.request_id)
         assert turn.request_id in result.error
         told = _failure_told(bench.engine)
-        assert "process died" in told
+        assert "process died: EngineCore (process " in told
+        assert "ended with code -9 (SIGKILL)" in told
         for verb in (
             bench.engine.resume,
             lambda: bench.engine.swap(tensors_of(bench.folder), 99, "keep"),

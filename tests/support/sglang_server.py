@@ -16,6 +16,7 @@ import base64
 import io
 import json
 import pickle
+import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
+ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.5.23"
 
 
@@ -404,6 +406,27 @@ def scripted_server(folder: Path, **settings: Any) -> Iterator[ScriptedServer]:
         asyncio.run_coroutine_threadsafe(server.stop(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
+
+
+def write_interpreter(folder: Path, before: str = "") -> str:
+    """A program in `folder` whose `-m sglang.launch_server` is the scripted server.
+
+    `before` is what it does first, in the shell's language.
+    """
+    script = folder / "python"
+    script.write_text(
+        f"#!/bin/sh\n{before}\nshift 2\ncd '{ROOT}'\n"
+        f"exec '{sys.executable}' -m tests.support.sglang_server \"$@\"\n"
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def server_below(process: int) -> int:
+    """The process of a server that the adapter's `process` and its guard started."""
+    for _ in range(2):
+        process = int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
+    return process
 
 
 def main() -> None:

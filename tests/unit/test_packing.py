@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_ray.algorithms.attention_blocks import PAD_SEGMENT, attention_allowed
 from areal_ray.algorithms.packing import (
     GroupSize,
     TrainSequence,
-    attention_allowed,
     build_rows,
+    join_rows,
     pack_rows,
     plan_step,
 )
@@ -57,6 +58,59 @@ def test_every_trained_token_is_computed_once_after_exactly_what_came_before_it(
             seen[int(origin)] = (batch.token_ids[row, looked_at].tolist(), int(target))
     assert [seen[i] for i in range(len(expected))] == expected
     assert len(seen) == len(expected)
+
+
+@given(_sequences(), st.integers(1, 40), st.booleans(), st.sampled_from([0.0, 0.05, 10.0]))
+def test_end_to_end_each_trained_token_comes_after_exactly_what_came_before_it(
+    sequences, budget, share, pair_cost
+):
+    rows = build_rows(sequences, max_tokens=budget, share_prefixes=share)
+    expected = [
+        (sequence.token_ids[:t].tolist(), int(sequence.token_ids[t]))
+        for sequence in sequences
+        for t in np.flatnonzero(sequence.trained)
+    ]
+    seen = {}
+    for batch in join_rows(rows, max_tokens=budget, pair_cost=pair_cost):
+        assert batch.token_ids.size == batch.num_tokens
+        looked_at = _looked_at(batch.joined.blocks)
+        for source, target, origin in zip(batch.sources, batch.targets, batch.origins, strict=True):
+            tokens = looked_at[int(source)]
+            assert batch.position_ids[0, tokens].tolist() == list(range(len(tokens)))
+            assert int(origin) not in seen
+            seen[int(origin)] = (batch.token_ids[0, tokens].tolist(), int(target))
+    assert [seen[i] for i in range(len(expected))] == expected
+    assert len(seen) == len(expected)
+
+
+def _looked_at(blocks):
+    """[N] which tokens each token looks at, in order."""
+    found, start = [], 0
+    for (rows, length), segments in zip(blocks.shapes, blocks.segment_ids, strict=True):
+        tokens = blocks.tokens[start : start + rows * length].reshape(rows, length)
+        causal = segments is None
+        allowed = attention_allowed(np.ones((rows, length), np.int32) if causal else segments)
+        is_token = np.isin(start + np.arange(rows * length), blocks.places).reshape(rows, length)
+        if not causal:
+            assert ((segments != PAD_SEGMENT) == is_token).all()
+        for row, place in np.argwhere(is_token):
+            assert tokens[row, place] == len(found)
+            assert is_token[row, allowed[row, place]].all()
+            found.append(tokens[row, allowed[row, place]])
+        start += rows * length
+    return found
+
+
+def test_rows_of_about_one_length_attend_together_and_others_apart():
+    sequences = [s for i in range(8) for s in _group(20, [9 + i % 2], group=i)]
+    sequences += _group(512, [513], group=8)
+    rows = build_rows(sequences, max_tokens=2048)
+    (batch,) = join_rows(rows, max_tokens=2048, pair_cost=1 / 384)
+    assert batch.joined.blocks.shapes == ((1, 1024), (8, 29))
+    assert not batch.joined.blocks.are_exact
+    (batch,) = join_rows(rows, max_tokens=2048, pair_cost=100.0)
+    assert batch.joined.blocks.shapes == ((1, 1024), (4, 29), (4, 28))
+    assert batch.joined.blocks.are_exact
 
 
 @given(_sequences(), st.integers(1, 40), st.booleans())

@@ -126,11 +126,14 @@ def test_a_quiet_run_says_what_it_waits_for_and_counts():
     clock.now = 16.0
     progress.beat()
     progress.beat()  # it spoke just now
+    clock.now = 32.0
+    progress.beat()
     progress.stop()
-    (line,) = [line for line in stream.getvalue().splitlines() if "since" in line]
-    assert line.strip() == (
+    first, second = [line for line in stream.getvalue().splitlines() if "since" in line]
+    assert first.strip() == (
         "16.0 s since step 3: learner waits for 3 of 16 groups; groups running 12, turns 1,084"
     )
+    assert second.strip().startswith("32.0 s since step 3: ")
 
 
 def test_the_heartbeat_comes_by_itself():

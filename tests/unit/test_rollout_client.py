@@ -1,7 +1,6 @@
 """Turns that an engine hands back unfinished, or loses, are sampled whole and handed out once."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
 from areal_ray.errors import ActorLost, EngineError
 from areal_ray.runtime.rollout_client import RolloutClient
-from areal_ray.runtime.turn_wire import ChunkBatch, Collected, ResultBatch
+from tests.support.scripted_replica import ScriptedReplica
 
 LIMIT = 16
 REQUEST = GenerationRequest(
@@ -30,40 +29,9 @@ def sampled(count: int, reason: StopReason, version: int = 0, error: str = "") -
     )
 
 
-class Method:
-    """A method of an actor handle."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
-
-
-class ScriptedReplica:
-    """A rollout actor's handle that answers each turn it is given by a script."""
-
-    def __init__(self, *script: GenerationResult) -> None:
-        self.script = list(script)
-        self.given: list[GenerationRequest] = []
-        self.aborted: list[str] = []
-        self.waiting = asyncio.Event()
-        self.submit, self.collect = Method(self._submit), Method(self._collect)
-        self.incarnation, self.abort = Method(self._incarnation), Method(self.aborted.extend)
-
-    async def _submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
-        self.given += requests
-        self.waiting.set()
-
-    async def _collect(self, client_id: str, linger_s: float) -> Collected:
-        await self.waiting.wait()
-        self.waiting.clear()
-        return Collected(ResultBatch([self.script.pop(0)] if self.script else []), ChunkBatch())
-
-    async def _incarnation(self) -> str:
-        return "first"
-
-
 def generate(*script: GenerationResult, **fields: Any) -> tuple[ScriptedReplica, Any]:
     async def run() -> tuple[ScriptedReplica, Any]:
-        replica = ScriptedReplica(*script)
+        replica = ScriptedReplica(*[[result] for result in script])
         client = RolloutClient({"rollout-0": replica}, "agent", **fields)
         try:
             async with asyncio.timeout(20):

@@ -1,7 +1,6 @@
 """A streamed turn reaches its consumer whole and in order, whatever becomes of its replica."""
 
 import asyncio
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,10 @@ from areal_ray.engines.protocols import (
 )
 from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError
 from areal_ray.runtime.rollout_client import RolloutClient
-from areal_ray.runtime.turn_wire import ChunkBatch, Collected, ResultBatch
+from tests.support.scripted_replica import ScriptedReplica
 
 PROMPT = np.arange(4, dtype=np.int32)
 LOST = ActorUnavailableError("the connection broke", b"0" * 16)
-Part = GenerationChunk | GenerationResult
 
 
 def request(name: str = "t", **sampling: Any) -> GenerationRequest:
@@ -44,45 +42,6 @@ def result(
     first: int, end: int, reason: StopReason = StopReason.LENGTH, version: int = 0, error: str = ""
 ) -> GenerationResult:
     return GenerationResult("t", *tokens(first, end, version), reason, error)
-
-
-class Method:
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
-
-
-class ScriptedReplica:
-    """A rollout actor's handle; each collect gives the next of the script, or raises it."""
-
-    def __init__(self, *script: Sequence[Part] | Exception) -> None:
-        self.script = list(script)
-        self.given: list[GenerationRequest] = []
-        self.aborted: list[str] = []
-        self.waiting = asyncio.Event()
-        self.submit, self.collect = Method(self._submit), Method(self._collect)
-        self.incarnation, self.abort = Method(self._incarnation), Method(self.aborted.extend)
-
-    async def _submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
-        self.given += requests
-        self.waiting.set()
-
-    async def _collect(self, client_id: str, linger_s: float) -> Collected:
-        await self.waiting.wait()
-        if not self.script:
-            await asyncio.sleep(60)
-        parts = self.script.pop(0)
-        if isinstance(parts, Exception):
-            self.waiting.clear()
-            raise parts
-        await asyncio.sleep(0)
-        chunks = [part for part in parts if isinstance(part, GenerationChunk)]
-        results = [part for part in parts if isinstance(part, GenerationResult)]
-        if results:
-            self.waiting.clear()
-        return Collected(ResultBatch(results), ChunkBatch(chunks))
-
-    async def _incarnation(self) -> str:
-        return "first"
 
 
 async def consumed(client: RolloutClient, sent: GenerationRequest, parts: list[Any]) -> None:

@@ -91,6 +91,14 @@ def replica(folder: Path) -> Iterator[Replica]:
     replica.engine.close()
 
 
+def test_a_slow_probe_does_not_hold_up_the_look_at_the_tensors(replica: Replica) -> None:
+    replica.engine.alters = True
+    replica.engine.lets_score.clear()
+    threading.Timer(0.3, replica.engine.lets_score.set).start()
+    proof = replica.swap(7, 1, Check(probe_of(replica, 7))).proof
+    assert "qkv is live with other bytes" in proof.difference
+
+
 def probe_of(replica: Replica, token_id: int) -> Probe:
     """What a learner with such forcing weights gives: every token but that one is impossible."""
     shape = replica.engine.weight_shapes()["model.embed_tokens.weight"]

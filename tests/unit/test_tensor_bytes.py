@@ -66,7 +66,10 @@ def _tensor(name: str) -> torch.Tensor:
 def _packed(plan: BucketPlan, weights: Mapping[str, torch.Tensor | Sharded]) -> torch.Tensor:
     flat, source = flat_buffer(plan.total_bytes), InOrder(weights)
     for bucket in range(plan.num_buckets):
-        fill_bucket(plan, bucket, source, flat[slice(*plan.bounds(bucket))])
+        part = flat[slice(*plan.bounds(bucket))]
+        given = list(fill_bucket(plan, bucket, source, part))
+        assert torch.equal(torch.cat(given), part)
+        assert given[0].data_ptr() == part.data_ptr()
     return flat
 
 

@@ -9,7 +9,7 @@ import torch
 
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import NormConfig
-from areal_ray.algorithms.packing import TrainSequence, build_rows, join_rows
+from areal_ray.algorithms.packing import TrainSequence
 from areal_ray.core.trajectory import Group
 from areal_ray.engines.reward_model import RewardModelScore
 from areal_ray.engines.row_forward import RowForward, load_causal_model
@@ -58,10 +58,11 @@ def _largest_difference(one, other):
 # Rows
 
 
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "gemma", "gpt2"])
-def test_shared_rows_give_each_token_the_log_prob_of_the_model_itself(family, tmp_path):
+def test_shared_rows_give_each_token_the_log_prob_of_the_model_itself(family, attention, tmp_path):
     write_tiny_model(tmp_path, family)
-    config = TorchTrainConfig(max_tokens_per_mb=200)
+    config = TorchTrainConfig(max_tokens_per_mb=200, attention=attention)
     model = load_causal_model(tmp_path, config)
     forward = RowForward(model, config)
     assert forward.shares_prefixes(64)
@@ -69,7 +70,9 @@ def test_shared_rows_give_each_token_the_log_prob_of_the_model_itself(family, tm
     sequences = [TrainSequence(t.token_ids, t.loss_mask, int(t.group_id[-1])) for t in trajectories]
     found = torch.zeros(sum(s.num_trained for s in sequences))
     batches = forward.micro_batches(sequences)
-    assert any(batch.segment_ids is not None for batch in batches)
+    assert all((batch.joined is None) == (attention == "sdpa") for batch in batches)
+    masks = [b.joined.blocks.segment_ids if b.joined else [b.segment_ids] for b in batches]
+    assert any(ids is not None for of_batch in masks for ids in of_batch)
     with torch.no_grad():
         for batch in batches:
             found[torch.from_numpy(batch.origins)] = forward(batch, 0.8).logprobs
@@ -80,27 +83,6 @@ def test_shared_rows_give_each_token_the_log_prob_of_the_model_itself(family, tm
             at = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
             expected.append(table[at - 1, ids[at]])
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma"])
-def test_sequences_end_to_end_in_one_row_do_not_see_each_other(family, tmp_path):
-    write_tiny_model(tmp_path, family)
-    config = TorchTrainConfig(share_prefixes=False)
-    forward = RowForward(load_causal_model(tmp_path, config), config)
-    trajectories = [t for group in _groups(2) for t in group.trajectories]
-    sequences = [TrainSequence(t.token_ids, t.loss_mask, 0) for t in trajectories]
-    rows = build_rows(sequences, max_tokens=80, share_prefixes=False)
-    batches = join_rows(rows, max_tokens=80)
-    assert 1 < len(batches) < len(rows)
-    assert sum(b.token_ids.size for b in batches) == sum(len(r.token_ids) for r in rows)
-    assert all(b.token_ids.size <= 80 for b in batches)
-    joined, padded = (torch.zeros(sum(s.num_trained for s in sequences)) for _ in range(2))
-    with torch.no_grad():
-        for found, cut in ((joined, batches), (padded, forward.micro_batches(sequences))):
-            for batch in cut:
-                found[torch.from_numpy(batch.origins)] = forward(batch, 1.0).logprobs
-    assert joined.all()
-    torch.testing.assert_close(joined, padded, atol=1e-5, rtol=0)
 
 
 def test_logits_that_a_family_scales_after_its_head_are_taken_whole(tmp_path):
