@@ -35,6 +35,7 @@ from areal_ray.runtime.services import (
     Tracker,
 )
 from areal_ray.runtime.supervisor import Supervisor
+from areal_ray.scaling import Scaling
 from areal_ray.telemetry.waits import WaitBoard
 
 
@@ -94,6 +95,9 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
         waits=waits,
         tracker=tracker,
         secrets=environment_secrets(),
+        scaling=Scaling(
+            recipe.folder, graph.scalable(agents, rollouts, rewards), records.event
+        ),
     )
     if begin.state:
         run.load_state_dict(begin.state)

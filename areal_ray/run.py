@@ -31,6 +31,7 @@ from areal_ray.runtime.services import (
     Tracker,
 )
 from areal_ray.runtime.supervisor import Supervisor
+from areal_ray.scaling import Scaling
 from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.waits import WaitBoard
 
@@ -144,6 +145,7 @@ class Run(LearnerRun):
     supervisor: Supervisor
     evaluation: EvaluationService | None
     telemetry: TelemetryConfig
+    scaling: Scaling | None = None
     secrets: frozenset[str] = frozenset()
     """What no file may hold: a reason may quote what user code was given."""
 

@@ -9,6 +9,7 @@ because the caller has had enough or is gone, the program is ended. On standard 
 line of JSON, what became of it. Linux alone.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -274,10 +275,8 @@ def _open_up(path: str) -> None:
 
 
 def _quietly(call: Callable[..., object], *arguments: Any) -> None:
-    try:
+    with contextlib.suppress(OSError):
         call(*arguments)
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":

@@ -79,9 +79,7 @@ def test_a_program_gets_the_task_as_json_and_its_last_line_scores_it():
         "assert 'answer' not in task; print('thinking'); print('{\"reward\": 0.25}')"
     )
     assert (told.outcome, told.reason, told.reward) == (Outcome.OK, "", 0.25)
-    shown = run(
-        "import json, sys; assert json.load(sys.stdin)['answer'] == '4'", shows_answer=True
-    )
+    shown = run("import json, sys; assert json.load(sys.stdin)['answer'] == '4'", shows_answer=True)
     assert (shown.outcome, shown.reward) == (Outcome.OK, None)
 
 
