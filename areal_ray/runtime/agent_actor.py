@@ -257,7 +257,7 @@ class AgentActor:
                 failure=end.reason,
                 seconds=end.seconds,
             )
-        return _Attempt(end, tuple(trajectories), recorder.num_turns, recorder.splits)
+        return _Attempt(end, tuple(trajectories), recorder.num_answered, recorder.splits)
 
     async def _in_process(
         self, task: Task, names: tuple[str, str], seed: int
@@ -297,7 +297,7 @@ def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:
     """The agent's end, with what the record knows and the agent need not."""
     if end.outcome is not Outcome.OK:
         return end
-    if recorder.num_turns == 0:
+    if recorder.num_answered == 0:
         return replace(
             end, outcome=Outcome.AGENT_ERROR, reason="the agent ended without a model call"
         )

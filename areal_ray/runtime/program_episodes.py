@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from areal_ray.agents.episode import AgentConfig, EpisodeEnd
 from areal_ray.agents.program import (
@@ -135,8 +136,9 @@ class ProgramEpisodes:
         program = asyncio.ensure_future(run_program(self._command, environment, told, self._config))
         group_id = session.record.prefix_key
         failed = self._fleet.watch(group_id)
+        either: set[asyncio.Future[Any]] = {program, failed}
         try:
-            await asyncio.wait({program, failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 raise failed.result()
             return program.result()

@@ -8,8 +8,10 @@ import pytest
 
 from areal_ray.core.trajectory import Outcome
 from areal_ray.errors import DeadlineExceeded
+from areal_ray.telemetry.rows import read_rows
 from tests.support.agent_stage import ROOT, Stage, ask
 from tests.support.agent_stage import stage as stage
+from tests.support.whole_runs import Runs, episodes_of, staleness_of
 
 AGENT = f"{ROOT}/tests/support/program_agent.py"
 
@@ -104,3 +106,21 @@ def test_an_agent_in_node_needs_no_package(stage):
     assert [f.reason for f in summary.failures if f.outcome == Outcome.AGENT_ERROR] == []
     assert summary.num_usable == len(group.trajectories) == 2
     assert summary.num_turns >= 2
+
+
+def test_a_run_learns_from_a_program_on_openais_sdk(runs: Runs) -> None:
+    script = Path(ROOT, "recipes/calculator/openai_agent.py")
+    summary = runs.run(
+        "openai-agent",
+        *("steps=2", "admission.groups_per_step=2", "admission.n_samples=2"),
+        *(f"agent.command=[python, {script}]", "agent.max_processes=4", "agent.timeout_s=200"),
+        "admission.max_concurrent_rollouts=2",
+        "objective.kind=reinforce_pp",  # equal rewards teach it, too
+    )
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", 2, 2)
+    episodes = episodes_of(runs.folder / "openai-agent")
+    assert len(episodes) == 8
+    assert all(episode["outcome"] in ("ok", "truncated") for episode in episodes)
+    assert all(0 <= version <= 1 for e in episodes for version in staleness_of(e))
+    rows = read_rows(runs.folder / "openai-agent/metrics.jsonl")
+    assert all(row["learner/trained_tokens"] > 0 for row in rows if row["kind"] == "step")

@@ -117,6 +117,23 @@ def test_all_that_is_wrong_is_told_at_once(folder):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["agent.command=[no-such-agent]"], "agent.command: 'no-such-agent' is no program here"),
+        (["agent.command=[./r.yaml]"], "agent.command: './r.yaml' may not be executed"),
+        (
+            ["agent.command=[python]", "agent.env={NOT_SET_HERE: null}"],
+            "agent.env.NOT_SET_HERE: is null",
+        ),
+    ],
+)
+def test_a_program_that_cannot_run_is_told_before_anything_starts(folder, overrides, told):
+    (problem,) = check_files(recipe_of(folder, *overrides))
+    assert problem.startswith(told)
+    assert check_files(recipe_of(folder, "agent.command=[python, agent.py]")) == []
+
+
+@pytest.mark.parametrize(
     ("override", "told"),
     [
         ("tasks.source=nowhere:train", "tasks.source: 'nowhere:train'"),
