@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from ray.actor import ActorHandle
-
 from areal_ray.core.journal import JOURNAL_FOLDER
 from areal_ray.core.seeds import derive_seed
 from areal_ray.engines.lora_config import LoraSetup
@@ -110,7 +108,7 @@ class ActorGraph:
         self._fleets.append(fleet)
         return fleet
 
-    def _spawn(self, cls: type, name: str, seat: Seat, arguments: dict[str, Any]) -> ActorHandle:
+    def _spawn(self, cls: type, name: str, seat: Seat, arguments: dict[str, Any]) -> Any:
         return spawn(
             cls,
             name=self._spawned_name(name),

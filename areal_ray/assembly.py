@@ -55,11 +55,8 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
     evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
     own = evaluation.fleets if evaluation is not None else []
     await graph.wait_until_loaded(learners)
-    names = learners.names()
-    await call(
-        PARAM_SYNC,
-        sync_handle.set_members.remote(learners.handles[names[0]], rollouts.handles),
-    )
+    first = learners.handles[learners.names()[0]]
+    await call(PARAM_SYNC, sync_handle.set_members.remote(first, rollouts.handles))
     tracker = Tracker()
     admission = recipe.admission
     learner = LearnerService(
@@ -95,9 +92,7 @@ async def start_rl(graph: ActorGraph, records: Records, waits: WaitBoard, ledger
         waits=waits,
         tracker=tracker,
         secrets=environment_secrets(),
-        scaling=Scaling(
-            recipe.folder, graph.scalable(agents, rollouts, rewards), records.event
-        ),
+        scaling=Scaling(recipe.folder, graph.scalable(agents, rollouts, rewards), records.event),
     )
     if begin.state:
         run.load_state_dict(begin.state)

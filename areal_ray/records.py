@@ -135,12 +135,7 @@ class Records:
         self._progress.on_event(text)
 
     def status(self, counts: Mapping[str, int], actors: Mapping[str, str] | None = None) -> None:
-        """What goes on now: for the display, and for `areal-ray status` beside the run.
-
-        Args:
-            counts: What is where.
-            actors: How many there are of each role that may be scaled.
-        """
+        """What goes on now, and how many `actors` there are of each role that may be scaled."""
         view = StatusView(waits=self._waits.by_role(), counts=counts)
         self._progress.on_status(view)
         told = {**self._shown, "waits": dict(view.waits), "counts": dict(counts)}

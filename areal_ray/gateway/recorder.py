@@ -102,11 +102,6 @@ class Recorder:
         return len(self._turns)
 
     @property
-    def num_answered(self) -> int:
-        """Of these, those that have at least one token."""
-        return sum(len(turn.token_ids) > 0 for turn in self._turns)
-
-    @property
     def left_out(self) -> Counter[str]:
         """Turns that do not train, by reason: `untaken`, `aborted`, or what the call was for."""
         return EpisodeExport(self._turns, self._policy).left_out()

@@ -241,11 +241,13 @@ class AgentActor:
         try:
             if self._programs is None:
                 end, recorder = await self._in_process(task, (group_id, episode_id), seed)
+                num_turns = recorder.num_turns
             else:
                 end, recorder = await self._programs.attempt(task, group_id, episode_id, seed)
+                num_turns = sum(turn.num_sampled > 0 for turn in recorder.outline())
         finally:
             self._num_episodes -= 1
-        end = _as_recorded(end, recorder)
+        end = _as_recorded(end, recorder, num_turns)
         trajectories: list[Trajectory] = []
         if end.outcome.is_scored:
             trajectories = recorder.trajectories(
@@ -257,7 +259,7 @@ class AgentActor:
                 failure=end.reason,
                 seconds=end.seconds,
             )
-        return _Attempt(end, tuple(trajectories), recorder.num_answered, recorder.splits)
+        return _Attempt(end, tuple(trajectories), num_turns, recorder.splits)
 
     async def _in_process(
         self, task: Task, names: tuple[str, str], seed: int
@@ -293,11 +295,11 @@ def _sampling_with(
     return ours.model_copy(update={"max_new_tokens": max_new_tokens, "stop": stop})
 
 
-def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:
+def _as_recorded(end: EpisodeEnd, recorder: Recorder, num_turns: int) -> EpisodeEnd:
     """The agent's end, with what the record knows and the agent need not."""
     if end.outcome is not Outcome.OK:
         return end
-    if recorder.num_answered == 0:
+    if num_turns == 0:
         return replace(
             end, outcome=Outcome.AGENT_ERROR, reason="the agent ended without a model call"
         )
