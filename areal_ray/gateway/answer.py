@@ -140,7 +140,7 @@ class Answers:
             400,
             "context_length_exceeded",
             f"This model's maximum context length is {context} tokens, of which at least 1 is for "
-            f"the reply; your messages resulted in {num_prompt_tokens} tokens. Prompt is too long: "
+            f"the reply; your messages resulted in {num_prompt_tokens} tokens: prompt is too long: "
             f"{num_prompt_tokens} tokens > {context - 1} maximum. Shorten them",
             param="messages",
         )
@@ -189,7 +189,11 @@ class Answer:
         self._record = record
         num_prompt_tokens = len(turns[0].prompt_ids)
         self.opening = CallOpening(
-            secrets.token_hex(16), int(time.time()), call.model, num_prompt_tokens
+            secrets.token_hex(16),
+            int(time.time()),
+            call.model,
+            num_prompt_tokens,
+            handle=turns[0].handle,
         )
         limits = answers.limits
         wanted = min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)

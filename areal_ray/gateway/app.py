@@ -21,11 +21,15 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from areal_ray.errors import ArealRayError
 from areal_ray.gateway.answer import Answers
-from areal_ray.gateway.call import Call, CallError, CallHints, Dialect
+from areal_ray.gateway.anthropic import AnthropicMessages
+from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, Dialect
 from areal_ray.gateway.door import Door
 from areal_ray.gateway.exchange import ClientGone, Exchange, Receive, Send
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
 from areal_ray.gateway.openai_chat import OpenAIChat
+from areal_ray.gateway.openai_completions import OpenAICompletions
+from areal_ray.gateway.openai_responses import OpenAIResponses
+from areal_ray.gateway.reply_store import ReplyStore
 from areal_ray.gateway.sse import SHUTTING_DOWN, send_stream
 
 _log = logging.getLogger(__name__)
@@ -37,6 +41,12 @@ _DEFECT = CallError(
     "internal_error",
     "the server could not answer this request; its log says why. Try again",
     retry_after_s=_RETRY_S,
+)
+_DIALECTS: tuple[Dialect, ...] = (
+    OpenAIChat(),
+    OpenAIResponses(),
+    AnthropicMessages(),
+    OpenAICompletions(),
 )
 _PROBES = ("", "/", "/api/hello")
 _Answer = Callable[[Exchange, str], Awaitable[None]]
@@ -66,12 +76,13 @@ class Service:
 
     answers: Answers
     door: Door
-    dialects: tuple[Dialect, ...] = (OpenAIChat(),)
+    dialects: tuple[Dialect, ...] = _DIALECTS
     model: str = "policy"
     """What the model list shows; calls may name any model."""
     created_s: int = 0
     limits: EdgeLimits = field(default_factory=EdgeLimits)
     counts: EdgeCounts = field(default_factory=EdgeCounts)
+    replies: ReplyStore = field(default_factory=ReplyStore)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -197,14 +208,18 @@ class Edge:
             counts.num_calls += 1
             record = await service.door.enter(exchange.key(), session, call.hints)
             try:
+                owner = f"{exchange.key()} {session}"
+                call = service.replies.resumed(call, owner)
+                keep = partial(self._keep, dialect, call, owner)
                 answer = service.answers.begin(call, record)
                 try:
                     if call.stream:
                         counts.num_streams += 1
-                        await send_stream(exchange, dialect.writer(call), answer)
+                        await send_stream(exchange, dialect.writer(call), answer, keep)
                         return
                     async with exchange.watched():
                         reply = await answer.whole()
+                    keep(reply)
                 finally:
                     answer.abandon("the call broke off")
             finally:
@@ -214,11 +229,17 @@ class Edge:
         headers = [(b"x-request-id", reply.id.encode())]
         await exchange.answer(200, dialect.write(call, reply), headers)
 
+    def _keep(self, dialect: Any, call: Call, owner: str, reply: CallReply) -> None:
+        """A dialect whose calls may be stored has `stored_name`."""
+        if call.is_stored:
+            self._service.replies.keep(dialect.stored_name(reply), call, reply, owner)
+
     async def _count(self, dialect: Any, exchange: Exchange, session: str) -> None:
         """A dialect that counts tokens has `count_paths` and `write_count`."""
         call = await self._read(dialect, exchange)
         record = await self._service.door.enter(exchange.key(), session, call.hints)
         self._service.door.leave(record)
+        call = self._service.replies.resumed(call, f"{exchange.key()} {session}")
         count = self._service.answers.count_prompt_tokens(call)
         await exchange.answer(200, dialect.write_count(count))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.gateway.messages import RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Call:
     """As the client names it; echoed."""
     messages: Sequence[Mapping[str, Any]]
     """Canonical (`gateway.messages.canonical`): role, content (text), tool_calls, tool_call_id,
-    name, reasoning (text), handle (what we gave the client to name a recorded turn by)."""
+    name, reasoning (text), handle (what we gave the client to name a recorded turn by). One of the
+    role `raw` is a prompt as it stands, in no template; its reply is text alone."""
     tools: Sequence[Mapping[str, Any]] = ()
     """OpenAI's `{"type": "function", "function": {name, description, parameters}}`."""
     tool_choice: str = "auto"
@@ -53,8 +55,17 @@ class Call:
     include_usage: bool = False
     """Chat alone: a last chunk with the usage."""
     hints: CallHints = field(default_factory=CallHints)
+    is_stored: bool = False
+    """Whether a later call may go on from the reply by naming it."""
+    num_instructions: int = 0
+    """How many of the first messages hold for this call alone, not for one that goes on from it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the dialect has to echo and nothing else reads."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is a prompt as it stands."""
+        return len(self.messages) == 1 and self.messages[0]["role"] == RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +176,8 @@ class CallOpening:
     model: str
     num_prompt_tokens: int
     num_cached_tokens: int = 0
+    handle: str = ""
+    """Of the first choice, as `Choice.handle`."""
 
 
 class CallError(Exception):
@@ -218,7 +231,7 @@ class Dialect(Protocol):
     """A wire format. Stateless."""
 
     name: str
-    """chat, responses or messages."""
+    """chat, completions, responses or messages."""
     paths: tuple[str, ...]
     """Of POST requests, without a `/v1` before them."""
 

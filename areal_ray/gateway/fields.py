@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 from areal_ray.gateway.call import CallError
 
 _MAX_STOP = 16
-_FUNCTION = ("name", "description", "parameters")
-"""What of a function prompts show: the rest would tell the same tools apart."""
+_MEDIA = {"image", "image_url", "input_image", "input_file", "input_audio", "document", "file"}
 
 
 def read_text(body: Mapping[str, Any], name: str) -> str:
@@ -48,38 +47,93 @@ def read_number(body: Mapping[str, Any], name: str, least: float, most: float) -
     return float(number)
 
 
-def read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
+def read_stop(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
     """Stop strings of a body: a string, a list of them, or none."""
-    stop = body.get("stop")
+    stop = body.get(name)
     listed = [stop] if type(stop) is str else ([] if stop is None else stop)
     is_list = type(listed) is list and len(listed) <= _MAX_STOP
     if not is_list or not all(type(text) is str and text for text in listed):
-        refuse("stop", f"is {shown(stop)}; must be at most {_MAX_STOP} texts, none empty")
+        refuse(name, f"is {shown(stop)}; must be at most {_MAX_STOP} texts, none empty")
     return tuple(listed)
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The functions among the tools of a body, with the fields that prompts show alone."""
-    tools = body.get("tools")
-    if tools is None:
+    return [
+        read_function(tool.get("function"), f"{where}.function")
+        for where, tool in read_items(body, "tools")
+        if tool.get("type", "function") == "function"
+    ]
+
+
+def read_items(body: Mapping[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects in a list of a body, each with its path; none if the list is not there."""
+    items = body.get(name)
+    if items is None:
         return []
-    if type(tools) is not list:
-        refuse("tools", f"is {shown(tools)}; must be a list")
-    found = []
-    for index, tool in enumerate(tools):
-        if type(tool) is not dict:
-            refuse(f"tools[{index}]", f"is {shown(tool)}; must be an object")
-        if tool.get("type", "function") != "function":
-            continue
-        function = tool.get("function")
-        if type(function) is not dict or type(function.get("name")) is not str:
-            refuse(f"tools[{index}].function.name", "is missing; must be a string")
-        for name, kind in (("description", str), ("parameters", dict)):
-            if function.get(name) is not None and type(function[name]) is not kind:
-                refuse(f"tools[{index}].function.{name}", f"must be a {kind.__name__}")
-        kept = {name: function[name] for name in _FUNCTION if function.get(name) is not None}
-        found.append({"type": "function", "function": kept})
+    if type(items) is not list:
+        refuse(name, f"is {shown(items)}; must be a list")
+    found = [(f"{name}[{index}]", item) for index, item in enumerate(items)]
+    for where, item in found:
+        if type(item) is not dict:
+            refuse(where, f"is {shown(item)}; must be an object")
     return found
+
+
+def read_function(function: Any, where: str, schema: str = "parameters") -> dict[str, Any]:
+    """A tool in the form of `Call.tools`.
+
+    Args:
+        function: Its name, description and schema.
+        where: Its path in the body.
+        schema: The dialect's name for the schema.
+    """
+    if type(function) is not dict or type(function.get("name")) is not str:
+        refuse(f"{where}.name", "is missing; must be a string")
+    for name, kind in (("description", str), (schema, dict)):
+        if function.get(name) is not None and type(function[name]) is not kind:
+            refuse(f"{where}.{name}", f"must be a {kind.__name__}")
+    kept = {"name": function["name"]}
+    for name, ours in (("description", "description"), (schema, "parameters")):
+        if function.get(name) is not None:
+            kept[ours] = function[name]
+    return {"type": "function", "function": kept}
+
+
+def read_parts(content: Any, where: str, between: str = "") -> str:
+    """The text in a string or in a list of parts; parts that hold neither text nor media are
+    passed over, and null is no text.
+
+    Args:
+        content: Of a message or of a tool's result.
+        where: Its path in the body.
+        between: What stands between the parts.
+    """
+    if type(content) is str:
+        return content
+    if content is None:
+        return ""
+    if type(content) is not list:
+        refuse(where, f"is {shown(content)}; must be text or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        if type(part) is str:
+            texts.append(part)
+        elif type(part) is not dict:
+            refuse(f"{where}[{index}]", f"is {shown(part)}; must be an object")
+        elif part.get("type") in _MEDIA:
+            refuse(f"{where}[{index}].type", f"is {part['type']}; must be text: no media are read")
+        elif type(part.get("text")) is str:
+            texts.append(part["text"])
+    return between.join(texts)
+
+
+def read_seed(body: Mapping[str, Any]) -> int | None:
+    """The seed in a body; None if it is not there."""
+    seed = body.get("seed")
+    if seed is not None and type(seed) is not int:
+        refuse("seed", f"is {shown(seed)}; must be a whole number")
+    return None if seed is None else seed % 2**63
 
 
 def refuse(name: str, message: str) -> NoReturn:

@@ -17,6 +17,9 @@ MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 ConversationKey = tuple[Any, ...]
 """A `MessageKey`, or one with a text of reasoning behind it."""
 
+RAW = "raw"
+"""Role of a prompt that is in no template; of ours alone, clients cannot send it."""
+
 _READ = {"role", "content", "tool_calls", "tool_call_id", "name"}
 _FRACTION = re.compile(r"\d[.e]")
 

@@ -29,6 +29,7 @@ from areal_ray.gateway.fields import (
     read_count,
     read_flag,
     read_number,
+    read_seed,
     read_stop,
     read_text,
     read_tools,
@@ -36,6 +37,7 @@ from areal_ray.gateway.fields import (
     shown,
 )
 from areal_ray.gateway.messages import canonical
+from areal_ray.gateway.openai_shapes import DONE, chat_usage, openai_error, shown_logprobs
 
 _ROLES = {
     "system": "system",
@@ -51,11 +53,7 @@ _FINISH = {
     StopReason.TOOL_CALLS: "tool_calls",
     StopReason.ABORT: "length",
 }
-_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MAX_TOP_LOGPROBS = 20
-_LEAST_LOGPROB = -9999.0
-"""JSON has no infinity."""
-_DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIChat:
@@ -82,7 +80,7 @@ class OpenAIChat:
             max_tokens=min(given) if given else None,
             stop=read_stop(body),
             n=read_count(body, "n") or 1,
-            seed=_seed(body),
+            seed=read_seed(body),
             temperature=read_number(body, "temperature", 0.0, 2.0),
             top_p=read_number(body, "top_p", 0.0, 1.0),
             logprobs=bool(body.get("logprobs")),
@@ -109,7 +107,7 @@ class OpenAIChat:
                 }
                 for index, choice in enumerate(reply.choices)
             ],
-            "usage": _usage(reply),
+            "usage": chat_usage(reply),
             "service_tier": None,
             "system_fingerprint": None,
         }
@@ -120,15 +118,7 @@ class OpenAIChat:
 
     def error(self, error: CallError) -> dict[str, Any]:
         """See `Dialect.error`."""
-        kind = "server_error" if error.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": error.message,
-                "type": _ERROR_TYPES.get(error.status, kind),
-                "param": error.param or None,
-                "code": error.code,
-            }
-        }
+        return openai_error(error)
 
 
 class ChatWriter:
@@ -172,12 +162,12 @@ class ChatWriter:
     def end(self, reply: CallReply) -> bytes:
         """See `StreamWriter.end`."""
         if not self._call.include_usage:
-            return _DONE
-        return self._head + b'],"usage":' + json_bytes(_usage(reply)) + b"}\n\n" + _DONE
+            return DONE
+        return self._head + b'],"usage":' + json_bytes(chat_usage(reply)) + b"}\n\n" + DONE
 
     def fail(self, error: CallError) -> bytes:
         """See `StreamWriter.fail`."""
-        return b"data: " + json_bytes(OpenAIChat().error(error)) + b"\n\n" + _DONE
+        return b"data: " + json_bytes(openai_error(error)) + b"\n\n" + DONE
 
     def keep_alive(self) -> bytes:
         """See `StreamWriter.keep_alive`."""
@@ -250,13 +240,6 @@ def _tool_choice(choice: Any) -> str:
     return str(choice)
 
 
-def _seed(body: Mapping[str, Any]) -> int | None:
-    seed = body.get("seed")
-    if seed is not None and type(seed) is not int:
-        refuse("seed", f"is {shown(seed)}; must be a whole number")
-    return None if seed is None else seed % 2**63
-
-
 def _top_logprobs(body: Mapping[str, Any]) -> int:
     if not body.get("top_logprobs"):
         return 0
@@ -295,28 +278,7 @@ def _shown_message(choice: Choice) -> dict[str, Any]:
 
 
 def _shown_logprobs(logprobs: Sequence[TokenLogprob], call: Call) -> dict[str, Any]:
-    """The sampled tokens' alone: engines keep no others."""
-    content = []
-    for token in logprobs:
-        one = {
-            "token": token.text,
-            "logprob": max(token.logprob, _LEAST_LOGPROB),
-            "bytes": list(token.text.encode()),
-        }
-        content.append({**one, "top_logprobs": [one] if call.top_logprobs else []})
-    return {"content": content, "refusal": None}
-
-
-def _usage(reply: CallReply) -> dict[str, Any]:
-    sampled = reply.num_tokens
-    reasoning = sum(choice.num_reasoning_tokens for choice in reply.choices)
-    return {
-        "prompt_tokens": reply.num_prompt_tokens,
-        "completion_tokens": sampled,
-        "total_tokens": reply.num_prompt_tokens + sampled,
-        "prompt_tokens_details": {"cached_tokens": reply.num_cached_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": reasoning, "audio_tokens": 0},
-    }
+    return {"content": shown_logprobs(logprobs, top=call.top_logprobs), "refusal": None}
 
 
 def _quoted(text: str) -> str:

@@ -22,7 +22,7 @@ from areal_ray.core.turn import PromptedTurn, Reply, SampledTurn
 from areal_ray.gateway.call import CallHints
 from areal_ray.gateway.call_labels import said_label, speaker
 from areal_ray.gateway.episode_export import EpisodeExport, Style, TurnOutline, unsampled
-from areal_ray.gateway.messages import reply_message
+from areal_ray.gateway.messages import RAW, reply_message
 from areal_ray.gateway.prompt_tail import (
     TEMPLATE_REWROTE_PAST,
     TEMPLATE_REWROTE_TURN,
@@ -174,7 +174,10 @@ class Recorder:
         opened = self._open.pop(turn.turn_id)
         self._keep(opened, sampled)
         opened.text, _ = before_stop(opened.sampled_text, stop)
-        reply = self._reader.read(opened.text, opened.tools, turn.prompt_ids, opened.handle)
+        if opened.last_message().get("role") == RAW:
+            reply = Reply(opened.text)
+        else:
+            reply = self._reader.read(opened.text, opened.tools, turn.prompt_ids, opened.handle)
         message = reply_message(reply)
         opened.settle((recorded_key(message, self._policy), message))
         self._turns.append(opened)
@@ -290,20 +293,21 @@ class Recorder:
         """
         if called_by is not None:
             return next(turn for turn in self._turns if turn.turn_id == called_by)
-        origin = place.continues or self._begun(place)
+        origin = place.continues or _begun(place, self._turns)
         if origin is not None:
             return origin.caller
         # What begins anew beside the main agent's conversation counts as called by that.
         return next((turn for turn in self._turns if turn.caller is None), None)
 
-    def _begun(self, place: Place) -> Turn | None:
-        """The latest turn of the conversation that an unmatched one sends again or has changed."""
-        if not place.node.depth:
-            return None
-        first = place.node.path()[0]
-        begun = [turn for turn in reversed(self._turns) if turn.prompt.path()[0] is first]
-        resent = [turn for turn in begun if not place.new and turn.prompt is place.node]
-        return next(iter(resent or (begun if place.has_past else ())), None)
+
+def _begun(place: Place, turns: Sequence[Turn]) -> Turn | None:
+    """The latest turn of the conversation that an unmatched one sends again or has changed."""
+    if not place.node.depth:
+        return None
+    first = place.node.path()[0]
+    begun = [turn for turn in reversed(turns) if turn.prompt.path()[0] is first]
+    resent = [turn for turn in begun if not place.new and turn.prompt is place.node]
+    return next(iter(resent or (begun if place.has_past else ())), None)
 
 
 def _said(turn: Turn) -> str:

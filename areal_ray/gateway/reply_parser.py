@@ -78,6 +78,10 @@ class ReplyFormat:
         calls = _CallReader(self._tools if tools else None, tools or (), key, max_calls)
         return ReplyParser(reasoning, calls)
 
+    def raw_parser(self) -> "ReplyParser":
+        """For what follows a raw prompt: all of it is text."""
+        return ReplyParser(None, _CallReader(None, (), "", None))
+
     def read(self, text: str, tools: Tools | None, prompt_ids: Ids, key: str = "") -> Reply:
         """A whole reply: what `parser` makes of `text` however it is cut."""
         parser = self.parser(tools, prompt_ids, key)

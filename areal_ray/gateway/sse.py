@@ -1,10 +1,11 @@
 """A reply streamed as server-sent events: headers at once, then tokens as they are sampled."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 from areal_ray.gateway.answer import Answer
-from areal_ray.gateway.call import CallError, StreamWriter
+from areal_ray.gateway.call import CallError, CallReply, StreamWriter
 from areal_ray.gateway.exchange import Exchange
 
 SHUTTING_DOWN = CallError(
@@ -12,11 +13,16 @@ SHUTTING_DOWN = CallError(
 )
 
 
-async def send_stream(exchange: Exchange, writer: StreamWriter, answer: Answer) -> None:
+async def send_stream(
+    exchange: Exchange,
+    writer: StreamWriter,
+    answer: Answer,
+    on_reply: Callable[[CallReply], None],
+) -> None:
     """Stream an answer; every error after the headers is told in the stream.
 
     One write for each chunk of the sampler's. A client that reads slowly holds up its own stream
-    alone.
+    alone. `on_reply` is called with the whole before the last bytes leave.
 
     Raises:
         ClientGone: The client left; what was being sampled is aborted.
@@ -44,4 +50,5 @@ async def send_stream(exchange: Exchange, writer: StreamWriter, answer: Answer) 
         await exchange.end_stream(writer.fail(failure))
         raise failure
     assert answer.reply is not None
+    on_reply(answer.reply)
     await exchange.end_stream(writer.end(answer.reply))

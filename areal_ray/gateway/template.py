@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.errors import DataError
-from areal_ray.gateway.messages import conversation
+from areal_ray.gateway.messages import RAW, conversation
 
 _KEPT_TEXTS = 512
 _KEPT_CHARACTERS = 8192
@@ -90,11 +90,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation as text. `messages` are canonical (`gateway.messages`).
+        """The conversation as text. `messages` are canonical (`gateway.messages`); a raw prompt
+        alone is its own text.
 
         Raises:
             ValueError: The template refuses the conversation.
         """
+        if len(messages) == 1 and messages[0]["role"] == RAW:
+            return str(messages[0]["content"])
         key = None if tools else _short_key(messages, add_generation_prompt)
         if key is not None and key in self._rendered:
             return self._rendered[key]

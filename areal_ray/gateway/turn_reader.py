@@ -44,9 +44,12 @@ class TurnReader:
         self._template = template
         self._index = index
         self._text = TextStream(reply_format.decode, stop)
-        self._parser = reply_format.parser(
-            shown_tools(call), turn.prompt_ids, turn.handle, max_calls(call)
-        )
+        if call.is_raw:
+            self._parser = reply_format.raw_parser()
+        else:
+            self._parser = reply_format.parser(
+                shown_tools(call), turn.prompt_ids, turn.handle, max_calls(call)
+            )
         self._wants_logprobs = call.logprobs
         self._untold: list[TokenLogprob] = []
         self._num_fed = 0

@@ -162,6 +162,10 @@ class Turn:
         """Of prompt and samples."""
         return self.num_prompt + len(self.token_ids)
 
+    def last_message(self) -> Mapping[str, Any]:
+        """Of the prompt; of a turn that is open too."""
+        return self.new_messages[-1][1] if self.new_messages else self.prompt.message
+
     @property
     def parent(self) -> "Turn | None":
         """The turn this one's prompt extends token by token."""

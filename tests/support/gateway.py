@@ -18,6 +18,7 @@ from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
+from areal_ray.gateway.reply_store import ReplyStore
 from areal_ray.gateway.server import GatewayServer
 from areal_ray.gateway.template import ChatTemplate
 from tests.support.scripted_sampler import Said, ScriptedSampler
@@ -101,6 +102,7 @@ def make_gateway(
     limits: CallLimits | None = None,
     edge: EdgeLimits | None = None,
     is_trained: bool = False,
+    replies: ReplyStore | None = None,
 ) -> Gateway:
     """A gateway that listens nowhere yet."""
     tokenizer = tokenizer or tiny_tokenizer()
@@ -109,7 +111,12 @@ def make_gateway(
     sampler = ScriptedSampler(tokenizer, script)
     door = KeptDoor(template, reply_format, is_trained)
     answers = Answers(template, reply_format, sampler, limits=limits or CallLimits(64, 1024))
-    service = Service(answers=answers, door=door, limits=edge or EdgeLimits())
+    service = Service(
+        answers=answers,
+        door=door,
+        limits=edge or EdgeLimits(),
+        replies=replies or ReplyStore(),
+    )
     return Gateway(sampler, door, service)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.agents.episode import AgentConfig
 from areal_ray.errors import RecipeError
 from areal_ray.preflight import check_files, preflight
 from areal_ray.recipe import Recipe, load_recipe
@@ -128,9 +129,10 @@ def test_all_that_is_wrong_is_told_at_once(folder):
     ],
 )
 def test_a_program_that_cannot_run_is_told_before_anything_starts(folder, overrides, told):
-    (problem,) = check_files(recipe_of(folder, *overrides))
+    no_function = f"agent.run={AgentConfig().run}"
+    (problem,) = check_files(recipe_of(folder, no_function, *overrides))
     assert problem.startswith(told)
-    assert check_files(recipe_of(folder, "agent.command=[python, agent.py]")) == []
+    assert check_files(recipe_of(folder, no_function, "agent.command=[python, agent.py]")) == []
 
 
 @pytest.mark.parametrize(

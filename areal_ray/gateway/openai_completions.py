@@ -1,0 +1,170 @@
+"""OpenAI's old Completions: one raw prompt, in no template; its reply is text alone.
+
+Every call stands for itself in the record: a prompt that repeats an earlier reply is encoded anew.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_ray.core.trajectory import StopReason
+from areal_ray.gateway.call import (
+    Call,
+    CallError,
+    CallEvent,
+    CallHints,
+    CallOpening,
+    CallReply,
+    Choice,
+    ChoiceEnd,
+    TextDelta,
+    TokenLogprob,
+)
+from areal_ray.gateway.exchange import json_bytes
+from areal_ray.gateway.fields import (
+    read_count,
+    read_flag,
+    read_number,
+    read_seed,
+    read_stop,
+    read_text,
+    refuse,
+    shown,
+)
+from areal_ray.gateway.messages import RAW
+from areal_ray.gateway.openai_shapes import DONE, chat_usage, openai_error, shown_logprob
+
+_FINISH = {
+    StopReason.STOP: "stop",
+    StopReason.TOOL_CALLS: "stop",
+    StopReason.LENGTH: "length",
+    StopReason.ABORT: "length",
+}
+_DEFAULT_TOKENS = 16
+"""As the API has it where a call names no limit."""
+
+
+class OpenAICompletions:
+    """See `call.Dialect`."""
+
+    name: str = "completions"
+    paths: tuple[str, ...] = ("/completions",)
+
+    def read(self, body: Mapping[str, Any], hints: CallHints) -> Call:
+        """See `Dialect.read`."""
+        prompt = body.get("prompt")
+        if type(prompt) is list and len(prompt) == 1:
+            prompt = prompt[0]
+        if type(prompt) is not str or not prompt:
+            refuse("prompt", f"is {shown(prompt)}; must be one text, not empty")
+        for name in ("echo", "suffix"):
+            if body.get(name):
+                refuse(name, f"is {shown(body[name])}; is not served here. Leave it out")
+        logprobs = body.get("logprobs")
+        if logprobs is not None and type(logprobs) not in (bool, int):
+            refuse("logprobs", f"is {shown(logprobs)}; must be a whole number")
+        options = body.get("stream_options")
+        return Call(
+            model=read_text(body, "model") or "policy",
+            messages=[{"role": RAW, "content": prompt}],
+            max_tokens=read_count(body, "max_tokens") or _DEFAULT_TOKENS,
+            stop=read_stop(body),
+            n=read_count(body, "n") or 1,
+            seed=read_seed(body),
+            temperature=read_number(body, "temperature", 0.0, 2.0),
+            top_p=read_number(body, "top_p", 0.0, 1.0),
+            logprobs=logprobs is not None and logprobs is not False,
+            top_logprobs=int(bool(logprobs)),
+            stream=read_flag(body, "stream", default=False),
+            include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            hints=hints,
+        )
+
+    def write(self, call: Call, reply: CallReply) -> dict[str, Any]:
+        """See `Dialect.write`."""
+        choices = []
+        for index, choice in enumerate(reply.choices):
+            told = _logprobs(choice.logprobs, 0, call) if call.logprobs else None
+            choices.append(_choice(index, choice.text, told, choice))
+        return {**_head(reply), "choices": choices, "usage": chat_usage(reply)}
+
+    def writer(self, call: Call) -> "CompletionWriter":
+        """See `Dialect.writer`."""
+        return CompletionWriter(call)
+
+    def error(self, error: CallError) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        return openai_error(error)
+
+
+class CompletionWriter:
+    """Writes `text_completion` events; see `call.StreamWriter`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._head: dict[str, Any] = {}
+        self._offsets = [0] * call.n
+        """Characters of the tokens whose log-probs were told, by choice."""
+
+    def begin(self, opening: CallOpening) -> bytes:
+        """See `StreamWriter.begin`."""
+        self._head = _head(opening)
+        return b""
+
+    def write(self, event: CallEvent) -> bytes:
+        """See `StreamWriter.write`."""
+        if isinstance(event, ChoiceEnd):
+            return self._chunk([_choice(event.choice, "", None, event.whole)])
+        if not isinstance(event, TextDelta):
+            return b""
+        told = None
+        if event.logprobs:
+            told = _logprobs(event.logprobs, self._offsets[event.choice], self._call)
+            self._offsets[event.choice] += sum(len(token.text) for token in event.logprobs)
+        return self._chunk([_choice(event.choice, event.text, told)])
+
+    def end(self, reply: CallReply) -> bytes:
+        """See `StreamWriter.end`."""
+        last = self._chunk([], usage=chat_usage(reply)) if self._call.include_usage else b""
+        return last + DONE
+
+    def fail(self, error: CallError) -> bytes:
+        """See `StreamWriter.fail`."""
+        return b"data: " + json_bytes(openai_error(error)) + b"\n\n" + DONE
+
+    def keep_alive(self) -> bytes:
+        """See `StreamWriter.keep_alive`."""
+        return b": keep-alive\n\n"
+
+    def _chunk(self, choices: Sequence[Any], **more: Any) -> bytes:
+        return b"data: " + json_bytes({**self._head, "choices": choices, **more}) + b"\n\n"
+
+
+def _head(known: CallOpening | CallReply) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{known.id}",
+        "object": "text_completion",
+        "created": known.created_s,
+        "model": known.model,
+        "system_fingerprint": None,
+    }
+
+
+def _choice(index: int, text: str, logprobs: Any, whole: Choice | None = None) -> dict[str, Any]:
+    reason = None if whole is None else _FINISH[whole.stop_reason]
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob], offset: int, call: Call) -> dict[str, Any]:
+    """By columns; offsets count the reply's characters."""
+    told = [shown_logprob(token) for token in logprobs]
+    offsets = []
+    for token in logprobs:
+        offsets.append(offset)
+        offset += len(token.text)
+    top = [{token.text: logprob} for token, logprob in zip(logprobs, told, strict=True)]
+    return {
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": told,
+        "top_logprobs": top if call.top_logprobs else None,
+        "text_offset": offsets,
+    }
