@@ -49,7 +49,6 @@ from areal_ray.gateway.turn_reader import TurnReader, max_calls, shown_tools, to
 
 _RETRY_S = 1.0
 PROMPT_FILLS_CONTEXT = "the prompt fills the context"
-"""Why a record says that a turn was broken off which left no room for a reply."""
 
 
 @dataclass(frozen=True, slots=True)
