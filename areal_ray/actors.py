@@ -21,7 +21,8 @@ from areal_ray.errors import DeadlineExceeded
 from areal_ray.recipe import Recipe
 from areal_ray.runtime.agent_actor import AgentActor
 from areal_ray.runtime.cluster import Connection
-from areal_ray.runtime.fleet import Fleet, call, spawn, unheard
+from areal_ray.runtime.elastic import ElasticFleet
+from areal_ray.runtime.fleet import Fleet, Seat, call, spawn, unheard
 from areal_ray.runtime.gateway_config import GatewayConfig, SessionTerms
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
@@ -95,26 +96,43 @@ class ActorGraph:
             check=check,
         )
         self._fleets: list[Fleet] = []
+        self._elastic: list[ElasticFleet] = []
         self._token = uuid4().hex[:6]
 
     # Fleets: spawned at once, loading side by side
 
     def _fleet(self, role: str, cls: type, make: Callable[[int, str], dict[str, Any]]) -> Fleet:
         """One actor for each seat of a role; `make` gives the constructor's arguments."""
-        restarts = 0 if cls in (LearnerActor, ParamSyncActor) else -1
-        handles = {}
-        for index, (name, seat) in enumerate(self._reservation.seats(role).items()):
-            handles[name] = spawn(
-                cls,
-                name=self._spawned_name(name),
-                seat=seat,
-                restarts=restarts,
-                max_concurrency=_MANY_CALLS,
-                arguments=make(index, name),
-            )
+        seats = enumerate(self._reservation.seats(role).items())
+        handles = {
+            name: self._spawn(cls, name, seat, make(index, name)) for index, (name, seat) in seats
+        }
         fleet = Fleet(role, handles)
         self._fleets.append(fleet)
         return fleet
+
+    def _spawn(self, cls: type, name: str, seat: Seat, arguments: dict[str, Any]) -> Any:
+        return spawn(
+            cls,
+            name=self._spawned_name(name),
+            seat=seat,
+            restarts=0 if cls in (LearnerActor, ParamSyncActor) else -1,
+            max_concurrency=_MANY_CALLS,
+            arguments=arguments,
+        )
+
+    def _elastic_fleet(
+        self, fleet: Fleet, cls: type, arguments: Callable[[str], dict[str, Any]]
+    ) -> ElasticFleet:
+        """The fleet as one that can grow by further actors of its class."""
+        made = ElasticFleet(
+            fleet,
+            self._reservation.seats(fleet.role),
+            lambda name, seat: self._spawn(cls, name, seat, arguments(name)),
+            self.recipe.deadlines,
+        )
+        self._elastic.append(made)
+        return made
 
     def _spawned_name(self, name: str) -> str:
         # Two runs of one name may share a cluster, in folders of their own.
@@ -154,20 +172,8 @@ class ActorGraph:
 
     def agents(self, role: str, rollouts: Fleet, sampling: SamplingConfig) -> Fleet:
         """Agent actors that sample from `rollouts`."""
-        return self._fleet(
-            role,
-            AgentActor,
-            lambda index, name: {
-                "name": name,
-                "model_path": self.begin.model_path,
-                "config": self.recipe.agent,
-                "sampling": sampling,
-                "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
-                "context_tokens": self.recipe.rollout.engine.max_context_tokens,
-                "search": self.roots,
-                "run_folder": str(self.recipe.folder.resolve()),
-            },
-        )
+        make = self._agent_arguments(rollouts, sampling)
+        return self._fleet(role, AgentActor, lambda index, name: make(name))
 
     def gateways(
         self,
@@ -202,16 +208,40 @@ class ActorGraph:
 
     def rewards(self) -> Fleet:
         """Reward actors."""
-        return self._fleet(
-            "reward",
-            RewardActor,
-            lambda index, name: {
-                "name": name,
-                "config": self.recipe.scoring,
-                "search": self.roots,
-                "journal": self.journal,
-            },
-        )
+        return self._fleet("reward", RewardActor, lambda index, name: self._reward_arguments(name))
+
+    def scalable(
+        self, agents: Fleet, rollouts: Fleet, rewards: Fleet | None
+    ) -> dict[str, ElasticFleet]:
+        """The fleets that may grow and shrink while a run trains, by role."""
+        make = self._agent_arguments(rollouts, self.recipe.rollout.sampling)
+        fleets = {agents.role: self._elastic_fleet(agents, AgentActor, make)}
+        if rewards is not None:
+            fleets[rewards.role] = self._elastic_fleet(rewards, RewardActor, self._reward_arguments)
+        return fleets
+
+    def _agent_arguments(
+        self, rollouts: Fleet, sampling: SamplingConfig
+    ) -> Callable[[str], dict[str, Any]]:
+        replicas = {short: self._spawned_name(short) for short in rollouts.names()}
+        return lambda name: {
+            "name": name,
+            "model_path": self.begin.model_path,
+            "config": self.recipe.agent,
+            "sampling": sampling,
+            "replicas": replicas,
+            "context_tokens": self.recipe.rollout.engine.max_context_tokens,
+            "search": self.roots,
+            "run_folder": str(self.recipe.folder.resolve()),
+        }
+
+    def _reward_arguments(self, name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "config": self.recipe.scoring,
+            "search": self.roots,
+            "journal": self.journal,
+        }
 
     def learners(self, total_steps: int) -> Fleet:
         """The learner's ranks; they meet in wait_until_loaded()."""
@@ -299,6 +329,8 @@ class ActorGraph:
         """End every actor, the last started first, and give back what was reserved."""
         for fleet in reversed(self._fleets):
             fleet.kill()
+        for elastic in self._elastic:
+            elastic.release()
         self._reservation.release()
 
 

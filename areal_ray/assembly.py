@@ -38,6 +38,7 @@ from areal_ray.runtime.services import (
 )
 from areal_ray.runtime.session_service import SessionService
 from areal_ray.runtime.supervisor import Supervisor
+from areal_ray.scaling import Scaling
 from areal_ray.telemetry.waits import WaitBoard
 
 
@@ -66,11 +67,8 @@ async def start_rl(
     evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
     own = evaluation.fleets if evaluation is not None else []
     await graph.wait_until_loaded(learners)
-    names = learners.names()
-    await call(
-        PARAM_SYNC,
-        sync_handle.set_members.remote(learners.handles[names[0]], rollouts.handles),
-    )
+    first = learners.handles[learners.names()[0]]
+    await call(PARAM_SYNC, sync_handle.set_members.remote(first, rollouts.handles))
     tracker = Tracker()
     admission = recipe.admission
     service = await _agent_service(graph, agents, tracker, ledger)
@@ -108,6 +106,7 @@ async def start_rl(
         waits=waits,
         tracker=tracker,
         secrets=environment_secrets(),
+        scaling=Scaling(recipe.folder, graph.scalable(agents, rollouts, rewards), records.event),
     )
     if begin.state:
         run.load_state_dict(begin.state)

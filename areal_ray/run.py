@@ -33,6 +33,7 @@ from areal_ray.runtime.services import (
 )
 from areal_ray.runtime.session_service import SessionService
 from areal_ray.runtime.supervisor import Look, Supervisor
+from areal_ray.scaling import Scaling
 from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.waits import WaitBoard
 
@@ -146,6 +147,7 @@ class Run(LearnerRun):
     supervisor: Supervisor
     evaluation: EvaluationService | None
     telemetry: TelemetryConfig
+    scaling: Scaling | None = None
     secrets: frozenset[str] = frozenset()
     """What no file may hold: a reason may quote what user code was given."""
 

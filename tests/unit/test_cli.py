@@ -123,6 +123,7 @@ from types import SimpleNamespace
 from areal_ray.cli import _STOPS, _follow
 
 class Handle:
+    gateway = None
     recipe = SimpleNamespace(telemetry=SimpleNamespace(console="off"))
     def stop(self):
         print("asked", flush=True)
