@@ -134,14 +134,12 @@ class Records:
         _log.info("%s", text)
         self._progress.on_event(text)
 
-    def status(
-        self, counts: Mapping[str, int], services: Mapping[str, Mapping[str, str]] | None = None
-    ) -> None:
+    def status(self, counts: Mapping[str, int], services: Mapping[str, Any] | None = None) -> None:
         """What goes on now: for the display, and for `areal-ray status` beside the run."""
         view = StatusView(waits=self._waits.by_role(), counts=counts)
         self._progress.on_status(view)
         told = {**self._shown, "waits": dict(view.waits), "counts": dict(counts)}
-        told["services"] = {name: dict(actors) for name, actors in (services or {}).items()}
+        told["services"] = services or {}
         self._write_status(told | ({"set aside": dict(self._aside)} if self._aside else {}))
 
     def fleet(self, reading: FleetReading | None) -> None:

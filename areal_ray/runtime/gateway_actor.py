@@ -10,7 +10,7 @@ serve_group waits for: agents that end their sessions; unblocked by them and by 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,18 +143,9 @@ class GatewayActor:
         def new_recorder() -> Recorder:
             return Recorder(template, policy, reader)
 
-        door: Door
-        if terms is None:
-            door = OpenDoor(new_recorder, key_hash)
-        else:
-            door = self._sessions = Sessions(
-                config.sessions,
-                new_recorder,
-                self._folder,
-                name=str(self._index),
-                admin_key_hash=key_hash,
-                peers=lambda: self._peers,
-            )
+        door: Door = OpenDoor(new_recorder, key_hash)
+        if terms is not None:
+            door = self._sessions = self._new_sessions(new_recorder, key_hash)
         self._service = Service(
             answers=Answers(template, reader, sampler, limits=limits),
             door=door,
@@ -162,14 +153,25 @@ class GatewayActor:
             created_s=int(time.time()),
             limits=_edge_limits(config),
         )
-        if self._sessions is None:
-            self._app = make_app(self._service)
-        else:
-            self._app = make_sessions_app(self._service, self._sessions)
+        self._app = (
+            make_app(self._service)
+            if self._sessions is None
+            else make_sessions_app(self._service, self._sessions)
+        )
         self._server: GatewayServer | None = None
         self._opening = asyncio.Lock()
         self._url = ""
         collect_rarely()
+
+    def _new_sessions(self, new_recorder: Callable[[], Recorder], key_hash: bytes) -> Sessions:
+        return Sessions(
+            self._config.sessions,
+            new_recorder,
+            self._folder,
+            name=str(self._index),
+            admin_key_hash=key_hash,
+            peers=lambda: self._peers,
+        )
 
     async def open(self) -> str:
         """Listen, unless it does already; the base URL.
