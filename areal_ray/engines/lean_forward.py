@@ -6,7 +6,8 @@ rearranged once when they are loaded:
 - query, key and value projections are one matrix, so are up and gate;
 - rows of query and key are permuted so that the two halves Hugging Face rotates lie side by side,
   and rotation is one complex multiplication (scores do not change: both sides are permuted);
-- on CPU in float32 a norm's weight is multiplied into the projection that follows it.
+- on CPU in float32 a norm's weight is multiplied into the projection that follows it, and large
+  weights are packed (`packed_linear.py`).
 """
 
 import math
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from areal_ray.engines.kv_cache import CacheShape, KVCache
 from areal_ray.engines.lean_weights import LeanLayout, LeanSizes, LeanWeights
+from areal_ray.engines.packed_linear import add_linear, linear
 from areal_ray.engines.token_block import TokenBlock
 
 if TYPE_CHECKING:
@@ -136,7 +138,7 @@ class LeanForward:
             mask = self._step_mask(last_positions, block.num_tokens)
         block_mask = None if q == 1 or block.is_fresh else self._block_mask(block)
         for i, layer in enumerate(weights.layers):
-            qkv = functional.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(m * q, -1, s.head_dim)
             self._rotate(qkv, layer.qk_norm, rotation)
             cache.write(i, index, qkv[:, s.num_heads :])
@@ -146,19 +148,17 @@ class LeanForward:
                 if ends is not None:
                     x, qkv = x.index_select(0, ends), qkv.index_select(0, ends)
                 attended = self._attend_step(qkv, block, mask, cache, i)
-            x = _add_linear(x, attended, layer.o, layer.o_bias)
-            up_gate = functional.linear(
-                self._norm(x, layer.post_norm), layer.up_gate, layer.up_gate_bias
-            )
+            x = add_linear(x, attended, layer.o, layer.o_bias)
+            up_gate = linear(self._norm(x, layer.post_norm), layer.up_gate, layer.up_gate_bias)
             # glu gives up * sigmoid(gate); silu(gate) * up is that times gate.
-            x = _add_linear(
+            x = add_linear(
                 x, functional.glu(up_gate).mul_(up_gate[:, s.ffn :]), layer.down, layer.down_bias
             )
         if self._norms_are_folded:
             x = self._norm(x, None).mul_(weights.final_norm)
         else:
             x = self._norm(x, weights.final_norm)
-        return functional.linear(x, weights.head)
+        return linear(x, weights.head, None)
 
     def _extend_tables(self, num_tokens: int) -> None:
         if len(self._columns) >= num_tokens:
@@ -240,12 +240,6 @@ class LeanForward:
             enable_gqa=s.num_heads != s.num_kv_heads,
         )
         return attended.transpose(1, 2).reshape(m * q, -1)
-
-
-def _add_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + y @ weight + bias, one op without a bias."""
-    added: Tensor = torch.addmm(x, y, weight)
-    return added if bias is None else added.add_(bias)
 
 
 def _inverse_frequencies(config: "PreTrainedConfig", head_dim: int) -> Tensor:

@@ -4,18 +4,23 @@ Both run at the speed of memory, so a few threads share them, each with a slice 
 core's cache holds.
 """
 
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVarTuple
 
 import torch
 from torch import Tensor
 
 from areal_ray.engines.live_weights import is_same
+from areal_ray.engines.packed_linear import LinearWeight, PackedLinear
+
+_Given = TypeVarTuple("_Given")
 
 _MOST_THREADS = 4
 """More share the same memory."""
@@ -35,16 +40,28 @@ class Room:
     Whole once the `with` around it has ended; until then what was given is read.
     """
 
-    def __init__(self, spare: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spare: Sequence[Tensor],
+        spare_packed: Sequence[PackedLinear],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._spare = list(reversed(spare))
+        self._spare_packed = list(reversed(spare_packed))
         self._dtype = dtype
         self._device = device
         self._pool = ThreadPoolExecutor(
             min(_num_cores(), _MOST_THREADS), "weights", torch.set_num_threads, (1,)
         )
         self._under_way: deque[Future[None]] = deque()
+        self._to_pack = torch.empty(0, dtype=dtype, device=device)
+        self._own = threading.local()
+        """A slice's memory for each thread: fresh pages would cost more than what is done there."""
         self.blocks: list[Tensor] = []
         """What was taken, in order."""
+        self.packed: list[PackedLinear] = []
+        """What was packed, in order."""
 
     def __enter__(self) -> Self:
         return self
@@ -56,8 +73,8 @@ class Room:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown()
-        while self._under_way and error is None:
-            self._under_way.popleft().result()
+        if error is None:
+            self._wait()
 
     def take(self, *shape: int) -> Tensor:
         """A tensor to be written; of the same shapes in the same order for every version."""
@@ -76,33 +93,95 @@ class Room:
 
     def put(self, target: Tensor, source: Tensor, factor: Tensor | None = None) -> None:
         """Fill what was taken, or a view of it, with the source, rows times a factor [in]."""
+        self._spread(self._fill, target, source, factor)
+
+    def take_to_pack(self, *shape: int) -> Tensor:
+        """A tensor to be written and then packed, good until the next one."""
+        self._wait()
+        size = math.prod(shape)
+        if self._to_pack.numel() < size:
+            self._to_pack = torch.empty(size, dtype=self._dtype, device=self._device)
+        return self._to_pack[:size].view(shape)
+
+    def write(self, target: Tensor, source: Tensor, factor: Tensor | None = None) -> None:
+        """Fill what was taken to pack, or a view of it, as `put` does."""
+        self._spread(_write, target, source, factor)
+
+    def pack(self, source: Tensor) -> PackedLinear:
+        """The source [out, in] in the engine's type, packed."""
+        self._wait()
+        if not self._spare_packed:
+            self.packed.append(PackedLinear(source.to(self._device, self._dtype)))
+            return self.packed[-1]
+        packed = self._spare_packed.pop()
+        self.packed.append(packed)
+        is_large = source.numel() * self._dtype.itemsize > _SPAN_BYTES
+        for first in range(0, len(source), packed.slice_rows):
+            given = first, source[first : first + packed.slice_rows]
+            if is_large:
+                self._submit(self._fill_packed, packed, *given)
+            else:
+                self._fill_packed(packed, *given)
+        return packed
+
+    def _spread(
+        self,
+        fill: Callable[[Tensor, Tensor, Tensor | None], None],
+        target: Tensor,
+        source: Tensor,
+        factor: Tensor | None,
+    ) -> None:
         num_bytes = target.numel() * target.itemsize
         if num_bytes <= _SPAN_BYTES or target.device.type != "cpu":
-            self._fill(target, source, factor)
+            fill(target, source, factor)
             return
         rows = max(1, _SPAN_BYTES * len(target) // num_bytes)
         for part, given in _slices(target, source, rows):
-            if len(self._under_way) >= _UNDER_WAY:
-                self._under_way.popleft().result()
-            self._under_way.append(self._pool.submit(_inferring, self._fill, part, given, factor))
+            self._submit(fill, part, given, factor)
+
+    def _submit(self, function: Callable[[*_Given], None], *given: *_Given) -> None:
+        if len(self._under_way) >= _UNDER_WAY:
+            self._under_way.popleft().result()
+        self._under_way.append(self._pool.submit(partial(_inferring, function, *given)))
+
+    def _wait(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().result()
 
     def _fill(self, target: Tensor, source: Tensor, factor: Tensor | None) -> None:
-        if factor is None:
-            target.copy_(source)
-        else:
-            torch.mul(source, factor, out=target)
+        _write(target, source, factor)
+
+    def _fill_packed(self, packed: PackedLinear, first_row: int, source: Tensor) -> None:
+        packed.write(first_row, self._cast(source))
+
+    def _cast(self, source: Tensor) -> Tensor:
+        """The source in the engine's type, in this thread's scratch memory if it is in another."""
+        if source.dtype == self._dtype and source.is_contiguous():
+            return source.to(self._device)
+        return self._scratch(source.shape).copy_(source)
+
+    def _scratch(self, shape: torch.Size) -> Tensor:
+        flat: Tensor | None = getattr(self._own, "flat", None)
+        if flat is None or flat.numel() < shape.numel():
+            flat = torch.empty(shape.numel(), dtype=self._dtype, device=self._device)
+            self._own.flat = flat
+        return flat[: shape.numel()].view(shape)
 
 
 class ProvingRoom(Room):
-    """Live tensors, which what is put must be bit for bit: they are read, not written."""
+    """Live weights, which what is put must be bit for bit: they are read, not written."""
 
-    def __init__(self, live: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """`live`: As another room's `blocks`."""
-        super().__init__(live, dtype, device)
+    def __init__(
+        self,
+        live: Sequence[Tensor],
+        live_packed: Sequence[PackedLinear],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`live` and `live_packed`: As another room's `blocks` and `packed`."""
+        super().__init__(live, live_packed, dtype, device)
         self.differing: set[int] = set()
-        """Addresses of the blocks that hold anything else."""
-        self._own = threading.local()
-        """A slice's memory for each thread: fresh pages would cost more than what is done there."""
+        """Addresses of the weights that hold anything else."""
 
     def _fill(self, target: Tensor, source: Tensor, factor: Tensor | None) -> None:
         num_bytes = target.numel() * target.itemsize
@@ -110,19 +189,24 @@ class ProvingRoom(Room):
         if num_bytes == 0 or target.device.type != "cpu":
             rows = max(1, len(target))
         for live, given in _slices(target, source, rows):
-            if factor is None and given.is_contiguous() and given.dtype == live.dtype:
-                made = given.to(live.device)
+            if factor is None:
+                made = self._cast(given)
             else:
-                made = self._scratch(live)
-                super()._fill(made, given, factor)
+                made = self._scratch(live.shape)
+                _write(made, given, factor)
             if not is_same(live, made):
                 self.differing.add(address(target))
 
-    def _scratch(self, like: Tensor) -> Tensor:
-        flat: Tensor | None = getattr(self._own, "flat", None)
-        if flat is None or flat.numel() < like.numel() or flat.dtype != like.dtype:
-            flat = self._own.flat = like.new_empty(like.numel())
-        return flat[: like.numel()].view(like.shape)
+    def _fill_packed(self, packed: PackedLinear, first_row: int, source: Tensor) -> None:
+        if not packed.holds(first_row, self._cast(source)):
+            self.differing.add(address(packed))
+
+
+def _write(target: Tensor, source: Tensor, factor: Tensor | None) -> None:
+    if factor is None:
+        target.copy_(source)
+    else:
+        torch.mul(source, factor, out=target)
 
 
 def _slices(target: Tensor, source: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -130,19 +214,16 @@ def _slices(target: Tensor, source: Tensor, rows: int) -> Iterator[tuple[Tensor,
         yield target[start : start + rows], source[start : start + rows]
 
 
-def address(tensor: Tensor) -> int:
-    """Of the block that a tensor is, or is a view of."""
-    return tensor.untyped_storage().data_ptr()
+def address(weight: LinearWeight) -> int:
+    """Of the memory that a weight is, or is a view of."""
+    if isinstance(weight, PackedLinear):
+        return weight.address
+    return weight.untyped_storage().data_ptr()
 
 
-def _inferring(
-    function: Callable[[Tensor, Tensor, Tensor | None], None],
-    target: Tensor,
-    source: Tensor,
-    factor: Tensor | None,
-) -> None:
+def _inferring(function: Callable[[*_Given], None], *given: *_Given) -> None:
     with torch.inference_mode():  # a thread has its own
-        function(target, source, factor)
+        function(*given)
 
 
 def _num_cores() -> int:

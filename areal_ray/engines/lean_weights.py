@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areal_ray.engines.lean_room import ProvingRoom, Room, address
 from areal_ray.engines.model_files import is_head_tied
+from areal_ray.engines.packed_linear import LinearWeight, PackedLinear, is_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -64,17 +65,17 @@ class LeanSizes:
 
 @dataclass(frozen=True, slots=True)
 class LeanLayer:
-    """One layer's rearranged weights; linear ones as [out, in], o and down as [in, out]."""
+    """One layer's rearranged weights; linear ones as [out, in], plain o and down as [in, out]."""
 
-    qkv: Tensor
+    qkv: LinearWeight
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     """[heads + kv_heads, head_dim]"""
-    o: Tensor
+    o: LinearWeight
     o_bias: Tensor | None
-    up_gate: Tensor
+    up_gate: LinearWeight
     up_gate_bias: Tensor | None
-    down: Tensor
+    down: LinearWeight
     down_bias: Tensor | None
     input_norm: Tensor | None
     """[hidden]; None where multiplied into qkv."""
@@ -89,9 +90,11 @@ class LeanWeights:
     layers: list[LeanLayer]
     embedding: Tensor
     final_norm: Tensor
-    head: Tensor
+    head: LinearWeight
     blocks: list[Tensor]
-    """The memory of all of these, in the order it was taken."""
+    """The memory of all that is plain, in the order it was taken."""
+    packed: list[PackedLinear]
+    """All that are packed, in the order they were made."""
 
 
 class LeanLayout:
@@ -113,30 +116,42 @@ class LeanLayout:
             tensors: May be overwritten as soon as this returns.
             spare: A version made before that nothing reads any more; its memory is reused.
         """
-        blocks = spare.blocks if spare is not None else []
-        with torch.inference_mode(), Room(blocks, self._dtype, self._device) as room:
+        blocks, packed = (spare.blocks, spare.packed) if spare is not None else ([], [])
+        with torch.inference_mode(), Room(blocks, packed, self._dtype, self._device) as room:
             return self._made(tensors, room)
 
     def differing(self, live: LeanWeights, tensors: Mapping[str, Tensor]) -> str:
         """Name of a live tensor that is not what `arranged` makes of these; empty if all are."""
-        with torch.inference_mode(), ProvingRoom(live.blocks, self._dtype, self._device) as room:
+        proving = ProvingRoom(live.blocks, live.packed, self._dtype, self._device)
+        with torch.inference_mode(), proving as room:
             made = self._made(tensors, room)
-        for (name, tensor), (_, proven) in zip(_named(live), _named(made), strict=True):
-            if _place(tensor) != _place(proven) or address(tensor) in room.differing:
+        for (name, weight), (_, proven) in zip(_named(live), _named(made), strict=True):
+            if _place(weight) != _place(proven) or address(weight) in room.differing:
                 return name
         return ""
 
     def _made(self, tensors: Mapping[str, Tensor], room: Room) -> LeanWeights:
         embedding = room.copy(tensors["model.embed_tokens.weight"].detach())
         final_norm = self._final_norm(tensors["model.norm.weight"].detach(), room)
-        is_tied = self._sizes.is_tied
         return LeanWeights(
             layers=[self._layer(tensors, room, i) for i in range(self._sizes.num_layers)],
             embedding=embedding,
             final_norm=final_norm,
-            head=embedding if is_tied else room.copy(tensors["lm_head.weight"].detach()),
+            head=self._head(tensors, room, embedding),
             blocks=room.blocks,
+            packed=room.packed,
         )
+
+    def _is_packed(self, num_out: int, num_in: int) -> bool:
+        return is_packed(num_out, num_in, self._dtype, self._device)
+
+    def _head(self, tensors: Mapping[str, Tensor], room: Room, embedding: Tensor) -> LinearWeight:
+        """A tied one is the embedding, which is also held packed where that pays."""
+        s = self._sizes
+        weight = tensors["model.embed_tokens.weight" if s.is_tied else "lm_head.weight"].detach()
+        if self._is_packed(s.vocab, s.hidden):
+            return room.pack(weight)
+        return embedding if s.is_tied else room.copy(weight)
 
     def _final_norm(self, weight: Tensor, room: Room) -> Tensor:
         if self._norms_are_folded:
@@ -148,6 +163,11 @@ class LeanLayout:
 
         def get(name: str) -> Tensor:
             return tensors[prefix + name].detach()
+
+        def transposed(name: str) -> LinearWeight:
+            weight = get(name)
+            is_packed = self._is_packed(*weight.shape)
+            return room.pack(weight) if is_packed else room.copy(weight).t()
 
         def optional(name: str, is_there: bool) -> Tensor | None:
             return room.copy(get(name)) if is_there else None
@@ -163,18 +183,20 @@ class LeanLayout:
             before_up_gate = post_norm.to(self._dtype) * root
         qkv_bias = up_gate_bias = None
         if s.has_qkv_bias:
-            qkv_bias = self._joined([get(f"{name}.bias") for name in _QKV], room, rotated=2)
+            parts = [get(f"{name}.bias") for name in _QKV]
+            qkv_bias = self._join(parts, room.take(sum(map(len, parts))), room.put, rotated=2)
         if s.has_mlp_bias:
-            up_gate_bias = self._joined([get(f"{name}.bias") for name in _UP_GATE], room)
+            parts = [get(f"{name}.bias") for name in _UP_GATE]
+            up_gate_bias = self._join(parts, room.take(sum(map(len, parts))), room.put)
         return LeanLayer(
             qkv=self._joined(qkv_parts, room, rotated=2, factor=before_qkv),
             qkv_bias=qkv_bias,
             qk_norm=self._qk_norm(get, room) if s.has_qk_norm else None,
-            o=room.copy(get("self_attn.o_proj.weight")).t(),
+            o=transposed("self_attn.o_proj.weight"),
             o_bias=optional("self_attn.o_proj.bias", s.has_o_bias),
             up_gate=self._joined(up_gate_parts, room, factor=before_up_gate),
             up_gate_bias=up_gate_bias,
-            down=room.copy(get("mlp.down_proj.weight")).t(),
+            down=transposed("mlp.down_proj.weight"),
             down_bias=optional("mlp.down_proj.bias", s.has_mlp_bias),
             input_norm=None if self._norms_are_folded else room.copy(input_norm),
             post_norm=None if self._norms_are_folded else room.copy(post_norm),
@@ -182,14 +204,29 @@ class LeanLayout:
 
     def _joined(
         self, parts: list[Tensor], room: Room, rotated: int = 0, factor: Tensor | None = None
+    ) -> LinearWeight:
+        """What `_join` makes of weights [out, in], packed where that pays."""
+        shape = sum(map(len, parts)), parts[0].shape[1]
+        if self._is_packed(*shape):
+            return room.pack(
+                self._join(parts, room.take_to_pack(*shape), room.write, rotated, factor)
+            )
+        return self._join(parts, room.take(*shape), room.put, rotated, factor)
+
+    def _join(
+        self,
+        parts: list[Tensor],
+        joined: Tensor,
+        put: Callable[[Tensor, Tensor, Tensor | None], None],
+        rotated: int = 0,
+        factor: Tensor | None = None,
     ) -> Tensor:
-        """Parts one below the other, the first `rotated` interleaved, rows times a factor [in]."""
-        joined = room.take(sum(len(part) for part in parts), *parts[0].shape[1:])
+        """Put parts one below the other, the first `rotated` interleaved, rows times a factor."""
         targets = torch.split(joined, [len(part) for part in parts])
         for index, (source, target) in enumerate(zip(parts, targets, strict=True)):
             if index < rotated:
                 source, target = self._pairs_apart(source), self._pairs_side_by_side(target)
-            room.put(target, source, factor)
+            put(target, source, factor)
         return joined
 
     def _qk_norm(self, get: Callable[[str], Tensor], room: Room) -> Tensor:
@@ -217,16 +254,18 @@ class LeanLayout:
         return weight.view(-1, self._sizes.head_dim // 2, 2, *weight.shape[1:])
 
 
-def _named(weights: LeanWeights) -> Iterator[tuple[str, Tensor]]:
+def _named(weights: LeanWeights) -> Iterator[tuple[str, LinearWeight]]:
     yield "model.embed_tokens", weights.embedding
     yield "model.norm", weights.final_norm
     yield "lm_head", weights.head
     for i, layer in enumerate(weights.layers):
         for field in fields(layer):
-            tensor = getattr(layer, field.name)
-            if tensor is not None:
-                yield f"model.layers.{i}.{field.name}", tensor
+            weight = getattr(layer, field.name)
+            if weight is not None:
+                yield f"model.layers.{i}.{field.name}", weight
 
 
-def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+def _place(weight: LinearWeight) -> tuple[object, ...]:
+    if isinstance(weight, PackedLinear):
+        return (weight.address,)
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype

@@ -137,3 +137,13 @@ _CORPUS = (
     "Sort these numbers from small to large: 9 4 7 1 3. Sorted they are 1 3 4 7 9.",
     "Mia reads pages every day; there were more pages yesterday than there are today.",
 )
+
+WIDE = {
+    "hidden_size": 1392,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "initializer_range": 0.02,
+}
+"""Of a model whose every linear weight is large enough that the embedded engine packs it."""

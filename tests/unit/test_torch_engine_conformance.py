@@ -6,6 +6,7 @@ from areal_ray.engines.protocols import GenerationEngine
 from areal_ray.engines.torch_generation import TorchGenerationEngine
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from tests.support.conformance import Capacity, EngineConformance, Subject
+from tests.support.tiny_models import WIDE
 
 
 def _made(folder: Path, capacity: Capacity, **fields: object) -> GenerationEngine:
@@ -29,6 +30,12 @@ class TestFallbackForward(EngineConformance):
         "torch, Transformers' forward",
         lambda folder, capacity: _made(folder, capacity, forward="hf"),
     )
+
+
+class TestPackedWeights(EngineConformance):
+    """In oneDNN's order, as those of every model of more than some million parameters are."""
+
+    subject = Subject("torch, packed weights", _made, model_fields=WIDE)
 
 
 class TestSmallPrefill(EngineConformance):

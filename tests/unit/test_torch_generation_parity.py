@@ -7,12 +7,14 @@ import torch
 from areal_ray.engines.generation_model import load_generation_model
 from areal_ray.engines.hf_forward import HfForward
 from areal_ray.engines.lean_forward import LeanForward
+from areal_ray.engines.model_files import load_config, load_tensors
+from areal_ray.engines.packed_linear import PackedLinear
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.errors import EngineError
 from tests.support.generation import hf_logprobs, hf_model, random_prompt, request, serving
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import WIDE, write_tiny_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -44,6 +46,11 @@ MODELS = {
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         },
+    ),
+    "packed": ("qwen3", WIDE),
+    "packed-biases": (
+        "llama",
+        {**WIDE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "sliding_window": 256}),
@@ -168,6 +175,15 @@ def test_the_common_family_takes_the_lean_forward_and_others_their_own(folders):
     assert isinstance(forward_of("gpt2"), HfForward)
     with pytest.raises(EngineError, match="is lean, but the model has model_type gpt2"):
         forward_of("gpt2", forward="lean")
+
+
+@pytest.mark.parametrize("name", ["packed", "packed-biases", "qwen3"])
+def test_large_weights_are_packed_and_small_ones_are_not(folders, name):
+    forward = load_generation_model(folders[name], TorchGenerationConfig()).forward
+    weights = forward.prepare(load_tensors(folders[name], load_config(folders[name])))
+    linear = [w for one in weights.layers for w in (one.qkv, one.o, one.up_gate, one.down)]
+    kinds = {type(weight) for weight in (*linear, weights.head)}
+    assert kinds == {torch.Tensor if name == "qwen3" else PackedLinear}
 
 
 def test_lean_and_own_forward_of_one_model_name_the_same_weights(folders):

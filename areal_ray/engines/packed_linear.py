@@ -1,0 +1,149 @@
+"""Linear weights of a CPU in the order that oneDNN's kernels read them.
+
+Used by the lean forward; its room fills and proves them. At the few rows of a decode step a product
+costs what reading the weight costs; torch's own kernel first copies a plain weight into such an
+order, at each call and for more time than the product takes. Which weights are packed follows from
+type, place and shape alone, so that all replicas of a kind round alike.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from areal_ray.engines.live_weights import is_same
+
+_FEWEST_ELEMENTS = 2**19
+"""2 MB. Smaller ones stay in a core's cache: a plain product is as fast and its call cheaper."""
+_INPUT_ROWS = 16
+"""That is packed for; the order is the same for any number above one."""
+_BLOCK_ROWS = 64
+"""Of the weight. They lie together, column by column."""
+_SLICE_BYTES = 2 * 1024**2
+"""What a core's cache holds, plain and packed."""
+
+
+class PackedLinear:
+    """A weight [out, in] in float32, held packed and in no other form.
+
+    Packing is deterministic and goes by blocks of rows, so slices of rows are written in place and
+    proven without a packed copy of the whole.
+    """
+
+    __slots__ = ("_memory", "_packed", "_row_bytes", "slice_rows")
+
+    def __init__(self, weight: Tensor) -> None:
+        """Pack this weight [out, in]; it may be overwritten afterwards."""
+        self._packed = _packed(weight)
+        self._memory = _memory(self._packed)
+        self._row_bytes = weight.shape[1] * weight.itemsize
+        self.slice_rows = _slice_rows(*weight.shape)
+        """Of a slice; the last one is what is left."""
+
+    @property
+    def address(self) -> int:
+        """Of the memory that products read."""
+        return self._memory.data_ptr()
+
+    def write(self, first_row: int, rows: Tensor) -> None:
+        """Hold these rows [slice_rows, in] from now on, from a multiple of as many on."""
+        made = _packed(rows)
+        start = first_row * self._row_bytes
+        self._memory[start : start + _num_bytes(made)].copy_(_memory(made))
+
+    def holds(self, first_row: int, rows: Tensor) -> bool:
+        """Whether the memory that products read is what `write` makes of these, bit for bit."""
+        return _is_within(self._memory, first_row * self._row_bytes, _packed(rows))
+
+    def plain(self) -> Tensor:
+        """[out, in] what the products read, unpacked into memory of its own."""
+        return self._packed.to_dense()
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[t, out] of [t, in]."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+            x, self._packed, bias, "none", [], ""
+        )
+        return product
+
+
+LinearWeight = Tensor | PackedLinear
+"""[out, in], except where a plain one is said to be [in, out]."""
+
+
+def is_packed(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a weight of this shape is worth packing, and can be."""
+    if dtype != torch.float32 or device.type != "cpu":
+        return False
+    return num_out * num_in >= _FEWEST_ELEMENTS and _is_supported()
+
+
+def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """[t, out] = x @ weight.T + bias."""
+    if isinstance(weight, PackedLinear):
+        return weight(x, bias)
+    return functional.linear(x, weight, bias)
+
+
+def add_linear(x: Tensor, y: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """[t, out] = x + y @ weight + bias, one op without a bias; a plain weight is [in, out]."""
+    if isinstance(weight, PackedLinear):
+        return weight(y, bias).add_(x)
+    added: Tensor = torch.addmm(x, y, weight)
+    return added if bias is None else added.add_(bias)
+
+
+@cache
+def _is_supported() -> bool:
+    """Whether this build of torch packs, always alike, and unpacks and computes with it."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    weight = torch.arange(70.0 * 48).reshape(70, 48) % 7
+    x = torch.arange(3.0 * 48).reshape(3, 48) % 5
+    try:
+        with torch.inference_mode():
+            made = PackedLinear(weight)
+            is_held = made.holds(0, weight) and torch.equal(made.plain(), weight)
+            return is_held and torch.equal(made(x, None), functional.linear(x, weight))
+    except (AttributeError, RuntimeError):  # another build of torch may lack the operations
+        return False
+
+
+@cache
+def _slice_rows(num_out: int, num_in: int) -> int:
+    """Of a weight of this shape: some blocks, or all where a build's order is not by such blocks.
+
+    Takes memory for two such weights meanwhile.
+    """
+    row_bytes = 4 * num_in
+    rows = max(1, _SLICE_BYTES // row_bytes // _BLOCK_ROWS) * _BLOCK_ROWS
+    numbers = torch.arange(2**29, 2**29 + num_out * num_in, dtype=torch.int32)
+    weight = numbers.view(torch.float32).view(num_out, num_in)  # no two alike
+    packed = _packed(weight)
+    slices = ((i, weight[i : i + rows]) for i in range(0, num_out, rows))
+    is_sliced = all(_is_within(_memory(packed), i * row_bytes, _packed(part)) for i, part in slices)
+    return rows if is_sliced else num_out
+
+
+def _packed(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _INPUT_ROWS)
+    return packed
+
+
+def _num_bytes(packed: Tensor) -> int:
+    size: int = torch.ops.mkldnn._nbytes(packed)
+    return size
+
+
+def _memory(packed: Tensor) -> Tensor:
+    """[num_bytes] view, good as long as what is packed."""
+    place = ctypes.c_uint8 * _num_bytes(packed)
+    return torch.frombuffer(
+        place.from_address(torch.ops.mkldnn.data_ptr(packed)), dtype=torch.uint8
+    )
+
+
+def _is_within(memory: Tensor, start: int, packed: Tensor) -> bool:
+    return is_same(memory[start : start + _num_bytes(packed)], _memory(packed))
