@@ -198,11 +198,9 @@ class ActorGraph:
                 "sampling": sampling,
                 "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
                 "folder": self.journal,
-                "run_folder": str(self.recipe.folder.resolve()),
                 "key_hash": key_hash,
                 "terms": terms,
                 "context_tokens": self.recipe.rollout.engine.max_context_tokens,
-                "seed": self.recipe.seed,
             },
         )
 

@@ -52,7 +52,7 @@ async def start_rl(
 ) -> Run:
     """Every actor of a run with rollouts, loaded and introduced to each other.
 
-    `admin_key_hash`: of kind online, what the gateways know the admin key by.
+    In kind online the gateways know the admin key by `admin_key_hash`.
     """
     recipe, begin = graph.recipe, graph.begin
     assert recipe.admission is not None
@@ -72,10 +72,7 @@ async def start_rl(
     tracker = Tracker()
     admission = recipe.admission
     service = await _agent_service(graph, agents, tracker, ledger)
-    learner = LearnerService(
-        learners, num_minibatches=recipe.learner.ppo_n_minibatches, seed=recipe.seed,
-        ranks_per_share=recipe.learner.engine.ranks_per_share,
-    )  # fmt: skip
+    learner = _learner_service(recipe, learners)
     run = Run(
         steps=recipe.steps,
         step=begin.step,
@@ -95,12 +92,7 @@ async def start_rl(
         learners=learner,
         sync=sync,
         evaluation=evaluation,
-        checkpoints=CheckpointService(
-            recipe.folder,
-            recipe.checkpoint,
-            learner,
-            told=service.saved if isinstance(service, SessionService) else lambda step: None,
-        ),
+        checkpoints=_checkpoints(recipe, learner, service),
         supervisor=Supervisor(rollouts, [agents, *([] if rewards is None else [rewards]), *own]),
         records=records,
         waits=waits,
@@ -111,6 +103,25 @@ async def start_rl(
     if begin.state:
         run.load_state_dict(begin.state)
     return run
+
+
+def _learner_service(recipe: Recipe, learners: Fleet) -> LearnerService:
+    config = recipe.learner
+    return LearnerService(
+        learners,
+        num_minibatches=config.ppo_n_minibatches,
+        seed=recipe.seed,
+        ranks_per_share=config.engine.ranks_per_share,
+    )
+
+
+def _checkpoints(
+    recipe: Recipe, learner: LearnerService, service: AgentService | SessionService
+) -> CheckpointService:
+    """Checkpoints, of which the sessions of kind online hear."""
+    if isinstance(service, SessionService):
+        return CheckpointService(recipe.folder, recipe.checkpoint, learner, told=service.saved)
+    return CheckpointService(recipe.folder, recipe.checkpoint, learner)
 
 
 def _agents(graph: ActorGraph, rollouts: Fleet, admin_key_hash: bytes) -> Fleet:

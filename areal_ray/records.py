@@ -137,21 +137,15 @@ class Records:
     def status(
         self,
         counts: Mapping[str, int],
-        services: Mapping[str, Mapping[str, str]] | None = None,
+        services: Mapping[str, Any] | None = None,
         actors: Mapping[str, str] | None = None,
     ) -> None:
-        """What goes on now, for the display and for `areal-ray status` beside the run.
-
-        Args:
-            counts: What is where.
-            services: How each actor does, by service.
-            actors: How many there are of each role that may be scaled.
-        """
+        """What goes on now, for the display and for `areal-ray status` beside the run; `actors`
+        says how many there are of each role that may be scaled."""
         view = StatusView(waits=self._waits.by_role(), counts=counts)
         self._progress.on_status(view)
         told = {**self._shown, "waits": dict(view.waits), "counts": dict(counts)}
-        told["services"] = {name: dict(each) for name, each in (services or {}).items()}
-        told |= {"actors": dict(actors)} if actors else {}
+        told |= {"services": services or {}} | ({"actors": dict(actors)} if actors else {})
         self._write_status(told | ({"set aside": dict(self._aside)} if self._aside else {}))
 
     def fleet(self, reading: FleetReading | None) -> None:
