@@ -164,7 +164,7 @@ class ActorGraph:
                 "model_path": self.begin.model_path,
                 "config": self.recipe.rollout,
                 "version": self.begin.version,
-                "lora": self._lora(),
+                "lora": _lora_setup(self.recipe, self.begin),
                 "sync": self._spawned_name(PARAM_SYNC) if self.recipe.parts.trains else "",
                 "pinned": pinned,
             },
@@ -212,8 +212,10 @@ class ActorGraph:
         self, agents: Fleet, rollouts: Fleet, rewards: Fleet | None
     ) -> dict[str, ElasticFleet]:
         """The fleets that may grow and shrink while a run trains, by role."""
-        make = self._agent_arguments(rollouts, self.recipe.rollout.sampling)
-        fleets = {agents.role: self._elastic_fleet(agents, AgentActor, make)}
+        fleets = {}
+        if not self.recipe.parts.serves:  # gateways keep their number: sessions are spread over it
+            make = self._agent_arguments(rollouts, self.recipe.rollout.sampling)
+            fleets[agents.role] = self._elastic_fleet(agents, AgentActor, make)
         if rewards is not None:
             fleets[rewards.role] = self._elastic_fleet(rewards, RewardActor, self._reward_arguments)
         return fleets
@@ -254,11 +256,11 @@ class ActorGraph:
             num_ranks=recipe.learner.ranks,
             resume_from=self.begin.checkpoint,
             journal=self.journal,
-            versions=self._versions_folder(),
+            versions=_versions_folder(self.recipe),
             sft=recipe.sft,
             pairs=_pair_task(recipe),
             distillation=_distillation(recipe),
-            lora=self._lora(),
+            lora=_lora_setup(self.recipe, self.begin),
             import_roots=tuple(self.roots),
             probe_tokens=_probe_tokens(recipe),
             seed=recipe.seed,
@@ -268,21 +270,6 @@ class ActorGraph:
             LearnerActor,
             lambda index, name: {"name": name, "rank": index, "setup": setup},
         )
-
-    def _lora(self) -> LoraSetup | None:
-        config, seed = self.recipe.model.lora, derive_seed(self.recipe.seed, "lora")
-        if config is None:
-            return None
-        return LoraSetup(config=config, seed=seed, folder=self.begin.checkpoint)
-
-    def _versions_folder(self) -> str:
-        """Where versions are published through, made here: a learner that does not find it there
-        has another disk under that path."""
-        if self.recipe.weights.transport != "disk":
-            return ""
-        folder = (self.recipe.folder / VERSIONS_FOLDER).resolve()
-        prepare_folder(folder)
-        return str(folder)
 
     async def wait_until_loaded(self, learners: Fleet | None) -> None:
         """Every actor answers, the learner's ranks have met."""
@@ -330,6 +317,23 @@ class ActorGraph:
         for elastic in self._elastic:
             elastic.release()
         self._reservation.release()
+
+
+def _lora_setup(recipe: Recipe, begin: StartPoint) -> LoraSetup | None:
+    config, seed = recipe.model.lora, derive_seed(recipe.seed, "lora")
+    if config is None:
+        return None
+    return LoraSetup(config=config, seed=seed, folder=begin.checkpoint)
+
+
+def _versions_folder(recipe: Recipe) -> str:
+    """Where versions are published through, made here: a learner that does not find it there has
+    another disk under that path."""
+    if recipe.weights.transport != "disk":
+        return ""
+    folder = (recipe.folder / VERSIONS_FOLDER).resolve()
+    prepare_folder(folder)
+    return str(folder)
 
 
 def _probe_tokens(recipe: Recipe) -> int:

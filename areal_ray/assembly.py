@@ -50,10 +50,8 @@ async def start_rl(
     *,
     admin_key_hash: bytes = b"",
 ) -> Run:
-    """Every actor of a run with rollouts, loaded and introduced to each other.
-
-    In kind online the gateways know the admin key by `admin_key_hash`.
-    """
+    """Every actor of a run with rollouts, loaded and introduced to each other; the gateways of
+    kind online know the admin key by `admin_key_hash`."""
     recipe, begin = graph.recipe, graph.begin
     assert recipe.admission is not None
     for caution in recipe.cautions:

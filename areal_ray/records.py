@@ -223,14 +223,7 @@ class Records:
     def compared(self, step: int, seen: PairEvaluation) -> None:
         """Held-out pairs were looked at."""
         self._log.log(step, 0, seen.metrics(), kind="eval")
-        view = EvalView(
-            step=step,
-            accuracy=seen.accuracy,
-            episodes=seen.num_pairs,
-            wall_s=seen.seconds,
-            unit="pairs",
-        )
-        self._progress.on_eval(view)
+        self._progress.on_eval(_pairs_view(step, seen))
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
@@ -314,3 +307,13 @@ class Records:
     def close(self) -> None:
         """Make sure that rows stay."""
         self._log.close()
+
+
+def _pairs_view(step: int, seen: PairEvaluation) -> EvalView:
+    return EvalView(
+        step=step,
+        accuracy=seen.accuracy,
+        episodes=seen.num_pairs,
+        wall_s=seen.seconds,
+        unit="pairs",
+    )

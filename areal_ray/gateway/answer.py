@@ -98,12 +98,8 @@ class Answers:
                 prompt leaves no room to answer, or too many choices are asked for.
         """
         if call.n > self.limits.max_choices:
-            raise CallError(
-                400,
-                "invalid_value",
-                f"n: is {call.n}; must be <= {self.limits.max_choices}",
-                param="n",
-            )
+            told = f"n: is {call.n}; must be <= {self.limits.max_choices}"
+            raise CallError(400, "invalid_value", told, param="n")
         recorder = record.recorder
         try:
             turn = recorder.open_turn(call.messages, shown_tools(call), hints=call.hints)

@@ -27,6 +27,7 @@ from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.server import GatewayServer
+from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_routes import make_sessions_app
 from areal_ray.gateway.sessions import SessionCounts, Sessions
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
@@ -167,8 +168,7 @@ class GatewayActor:
         return Sessions(
             self._config.sessions,
             new_recorder,
-            self._folder,
-            name=str(self._index),
+            SessionJournal(self._folder, str(self._index)),
             admin_key_hash=key_hash,
             peers=lambda: self._peers,
         )

@@ -124,7 +124,9 @@ from areal_ray.cli import _STOPS, _follow
 
 class Handle:
     gateway = None
-    recipe = SimpleNamespace(telemetry=SimpleNamespace(console="off"))
+    recipe = SimpleNamespace(
+        telemetry=SimpleNamespace(console="off"), parts=SimpleNamespace(serves=False)
+    )
     def stop(self):
         print("asked", flush=True)
     def wait(self, timeout_s):
