@@ -211,20 +211,27 @@ def test_a_record_is_json_and_arrays_and_holds_only_what_a_turn_added():
     assert len(record.added_ids) < 40
 
 
+def converse(model: RecordedModel, num_calls: int) -> None:
+    """So many calls in one conversation, of which the record alone is left."""
+    history = [system("be good. " * 40), user("go")]
+    recorder = model.recorder = model.fresh_recorder()
+    for number in range(num_calls):
+        turn = recorder.open_turn(history, TOOLS)
+        said = model.close(turn, call("run", f'{{"n": {number}}}'))
+        history += [said, result(said, "total 12")]
+    model.log.clear()
+
+
 def bytes_of_session(num_calls: int) -> int:
     """What a session of this many calls holds while it waits for the next."""
     model = RecordedModel()
+    converse(model, num_calls)  # fills what all sessions of a template share
     tracemalloc.start()
     try:
-        history = [system("be good. " * 40), user("go")]
+        model.recorder = model.fresh_recorder()
+        gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        recorder = model.recorder = model.fresh_recorder()
-        for number in range(num_calls):
-            turn = recorder.open_turn(history, TOOLS)
-            said = model.close(turn, call("run", f'{{"n": {number}}}'))
-            history += [said, result(said, "total 12")]
-        model.log.clear()
-        del history, turn, said
+        converse(model, num_calls)
         gc.collect()
         return tracemalloc.get_traced_memory()[0] - before
     finally:
