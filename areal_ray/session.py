@@ -16,14 +16,21 @@ from functools import partial
 from typing import Any
 
 from areal_ray.actors import ActorGraph, StartPoint
-from areal_ray.assembly import ledger_of, start_eval, start_pairs, start_rl, start_sft
+from areal_ray.assembly import (
+    ledger_of,
+    start_eval,
+    start_inference,
+    start_pairs,
+    start_rl,
+    start_sft,
+)
 from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
-from areal_ray.driver import fit, prefer, train
+from areal_ray.driver import fit, prefer, serve, train
 from areal_ray.ending import close_records, report_on, root_cause, summary_of
 from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError, StorageError
 from areal_ray.gateway.keys import hash_key
-from areal_ray.gateway_access import GatewayAccess, admin_key
+from areal_ray.gateway_access import GatewayAccess, access_key
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
@@ -122,7 +129,7 @@ class Session:
         self._state: LearnerRun | None = None
         self._begin_point: StartPoint | None = None
         self._maker: Session | None = None
-        self.gateway: GatewayAccess | None = None  # of kind online, once it serves
+        self.gateway: GatewayAccess | None = None  # of kinds online and inference, once it serves
 
     def stop(self) -> None:
         """End soon; may be called from any thread, at any time."""
@@ -206,6 +213,7 @@ class Session:
                 "fit": partial(self._learners_alone, start_sft, fit),
                 "prefer": partial(self._learners_alone, start_pairs, prefer),
                 "evaluate": self._eval,
+                "serve": self._serve,
             }
             await self._until_stopped(loops[recipe.parts.loop](graph, begin))
         finally:
@@ -260,6 +268,13 @@ class Session:
         service = await start_eval(graph, records.event)
         self._begin(0, begin)
         records.evaluated(await service.score(Pinned(begin.step, Committed(begin.version))))
+
+    async def _serve(self, graph: ActorGraph, begin: StartPoint) -> None:
+        key = access_key(self.recipe)
+        run = await start_inference(graph, self._open_records(begin, None), key)
+        self.gateway = GatewayAccess(tuple(run.urls), api_key=key)
+        self._begin(0, begin)
+        await serve(run)
 
     def _stopping_event(self) -> asyncio.Event:
         assert self._stopping is not None, "the loop makes it first"
@@ -333,11 +348,11 @@ async def _start_rl(
     graph: ActorGraph, records: Records, waits: WaitBoard, ledger: Ledger
 ) -> tuple[Run, GatewayAccess | None]:
     """The run, and how clients get to it where it is served."""
-    key = admin_key() if graph.recipe.parts.serves else ""
+    key = access_key(graph.recipe)
     run = await start_rl(graph, records, waits, ledger, admin_key_hash=hash_key(key))
     if not isinstance(run.agents, SessionService):
         return run, None
-    return run, GatewayAccess(tuple(run.agents.urls.values()), key)
+    return run, GatewayAccess(tuple(run.agents.urls.values()), admin_key=key)
 
 
 def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:
@@ -355,6 +370,9 @@ def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
     facts = {"model": begin.model_path, "seed": str(recipe.seed)}
     if recipe.model.lora is not None:
         facts["adapters"] = recipe.model.lora.described
+    if recipe.parts.loop == "serve":
+        replicas = f"{recipe.rollout.replicas} rollout, {recipe.gateway.replicas} gateway"
+        facts |= {"engine": recipe.rollout.engine.kind, "actors": replicas}
     if recipe.parts.loop == "train" and recipe.admission is not None:
         admission = recipe.admission
         facts["step"] = f"{admission.groups_per_step} groups x {admission.n_samples} episodes"
