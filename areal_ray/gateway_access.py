@@ -74,4 +74,10 @@ def gateway_problems(recipe: Recipe) -> Iterator[str]:
     given = os.environ.get(variable, "")
     if given and weakness(given) and not recipe.gateway.no_key:
         yield f"{variable}: {weakness(given)}. Unset it for a key of the run's own."
+    for name, upstream in recipe.gateway.upstream.items():
+        if upstream.key_env and not os.environ.get(upstream.key_env):
+            yield (
+                f"gateway.upstream.{name}.key_env: {upstream.key_env} is not set. Set that variable "
+                "to the provider's key."
+            )
     yield from parser_problems(recipe.gateway.tool_parser, where="gateway")

@@ -144,6 +144,11 @@ def _serving_problems(recipe: Any, parts: Parts) -> Iterator[str]:
             f"gateway.no_key: is true with gateway.host {gateway.host}, where others reach "
             "it; must be false beyond loopback. Remove it, or set host to 127.0.0.1."
         )
+    if gateway.upstream and not parts.trains:
+        yield (
+            f"gateway.upstream: is given with kind: {recipe.kind}, which has no sessions that "
+            "others could serve. Remove it, or use kind: online."
+        )
     if recipe.agent != type(recipe.agent)():
         yield (
             f"agent: is given with kind: {recipe.kind}, whose agents are programs of "

@@ -9,6 +9,7 @@ from pydantic import Field
 from areal_ray.agents.episode import ReasoningParser, ToolParser
 from areal_ray.core.config import Config
 from areal_ray.gateway.sessions import SessionsConfig
+from areal_ray.gateway.upstream_config import UpstreamConfig
 
 
 class GatewayConfig(Config):
@@ -43,6 +44,9 @@ class GatewayConfig(Config):
     """More are turned away with 503."""
     sessions: SessionsConfig = SessionsConfig()
     """How long sessions last (kind online)."""
+    upstream: dict[str, UpstreamConfig] = Field({})
+    """Providers by name that may serve a session in place of the policy (kind online), for
+    evaluation and for data: `{NAME: {url, key_env, model}}`. Recorded as text; never trained."""
 
     @property
     def is_on_loopback(self) -> bool:
