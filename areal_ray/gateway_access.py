@@ -77,7 +77,7 @@ def gateway_problems(recipe: Recipe) -> Iterator[str]:
     for name, upstream in recipe.gateway.upstream.items():
         if upstream.key_env and not os.environ.get(upstream.key_env):
             yield (
-                f"gateway.upstream.{name}.key_env: {upstream.key_env} is not set. Set that variable "
-                "to the provider's key."
+                f"gateway.upstream.{name}.key_env: {upstream.key_env} is not set. Set that "
+                "variable to the provider's key."
             )
     yield from parser_problems(recipe.gateway.tool_parser, where="gateway")

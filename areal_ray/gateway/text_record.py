@@ -80,7 +80,8 @@ class TextRecord:
         facts: Mapping[str, Any],
     ) -> int:
         """A call is over; returns its turn's number."""
-        after, known = -1, ()
+        after = -1
+        known: tuple[Mapping[str, Any], ...] = ()
         for turn in self.turns[-_LOOKED_AT:]:
             shared = _shared((*turn.messages, turn.reply), messages)
             if len(shared) > len(known):

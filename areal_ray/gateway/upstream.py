@@ -170,7 +170,10 @@ class UpstreamAnswer:
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         events: list[CallEvent] = []
-        for choice in chunk.get("choices") or ():
+        told = chunk.get("choices") or []
+        if not isinstance(told, list) or not all(isinstance(choice, dict) for choice in told):
+            raise ValueError("the choices of a chunk are no list of objects")
+        for choice in told:
             index = choice.get("index", 0)
             if type(index) is not int or not 0 <= index < len(self._gathered):
                 raise ValueError(f"a chunk is of choice {index}, which was not asked for")
@@ -186,9 +189,10 @@ class UpstreamAnswer:
         num_sampled = _count(self._usage, "completion_tokens")
         details = self._usage.get("completion_tokens_details")
         num_reasoning = _count(details, "reasoning_tokens")
+        num_prompt = _count(self._usage, "prompt_tokens")
         facts = {
             "model": self._upstreams.model(self._name),
-            "num_prompt": _count(self._usage, "prompt_tokens"),
+            "num_prompt": num_prompt,
             "num_sampled": num_sampled,
             "abort_reason": abort_reason,
         }
@@ -207,7 +211,7 @@ class UpstreamAnswer:
             self.opening.created_s,
             self.opening.model,
             tuple(choices),
-            facts["num_prompt"],
+            num_prompt,
             _count(self._usage.get("prompt_tokens_details"), "cached_tokens"),
         )
         return choices
