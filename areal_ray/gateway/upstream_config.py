@@ -29,7 +29,7 @@ class UpstreamConfig(Config):
             )
         except ValueError:
             is_plain = False
-        if not is_plain or parts.username is not None or parts.query or parts.fragment:
+        if not is_plain or parts.username is not None or "?" in url or "#" in url:
             raise ValueError(
                 f"is {url!r}; must be http://HOST/PATH or https://..., without a user, ? or #"
             )
