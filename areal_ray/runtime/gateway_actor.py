@@ -321,8 +321,8 @@ def _upstreams(config: GatewayConfig) -> Upstreams:
     for name, one in config.upstream.items():
         if one.key_env and not environment.get(one.key_env):
             raise ArealRayError(
-                f"gateway.upstream.{name}.key_env: {one.key_env} is not set where the gateway runs. "
-                "Set it before Ray starts there"
+                f"gateway.upstream.{name}.key_env: {one.key_env} is not set where the gateway "
+                "runs. Set it before Ray starts there"
             )
         keys[name] = environment.get(one.key_env, "")
     return Upstreams(config.upstream, keys, timeout_s=config.turn_timeout_s)
