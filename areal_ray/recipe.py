@@ -159,6 +159,11 @@ class Recipe(Config):
         return self._placed(self.model.path)
 
     @property
+    def served_name(self) -> str:
+        """What clients of a gateway are told that the model is called."""
+        return "policy" if self.parts.trains else self.model.path
+
+    @property
     def companions(self) -> Companions:
         """The models beside the policy; `model_path` where a section gives no path of its own."""
 

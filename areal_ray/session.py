@@ -34,7 +34,7 @@ from areal_ray.gateway_access import GatewayAccess, access_key
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
-from areal_ray.run import LearnerRun, Run
+from areal_ray.run import LearnerRun, Run, ServingRun
 from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
@@ -270,9 +270,7 @@ class Session:
         records.evaluated(await service.score(Pinned(begin.step, Committed(begin.version))))
 
     async def _serve(self, graph: ActorGraph, begin: StartPoint) -> None:
-        key = access_key(self.recipe)
-        run = await start_inference(graph, self._open_records(begin, None), key)
-        self.gateway = GatewayAccess(tuple(run.urls), api_key=key)
+        run, self.gateway = await _start_inference(graph, self._open_records(begin, None))
         self._begin(0, begin)
         await serve(run)
 
@@ -284,16 +282,11 @@ class Session:
         recipe = self.recipe
         tally = RunTally(ledger)
         tally.load_state_dict(begin.state)
-        sinks: list[Sink] = []
-        if recipe.telemetry.ray_metrics:
-            from areal_ray.runtime.ray_metrics import RayMetricsSink
-
-            sinks.append(RayMetricsSink(recipe.run_name))
         log: MetricLog = open_metric_log(
             recipe.folder,
             recipe.telemetry,
             resume_step=begin.step if begin.checkpoint else None,
-            extra_sinks=sinks,
+            extra_sinks=_extra_sinks(recipe),
         )
         self._records = Records(
             log=log,
@@ -353,6 +346,21 @@ async def _start_rl(
     if not isinstance(run.agents, SessionService):
         return run, None
     return run, GatewayAccess(tuple(run.agents.urls.values()), admin_key=key)
+
+
+async def _start_inference(graph: ActorGraph, records: Records) -> tuple[ServingRun, GatewayAccess]:
+    """The run, and how clients get to it."""
+    key = access_key(graph.recipe)
+    run = await start_inference(graph, records, key)
+    return run, GatewayAccess(tuple(run.urls), api_key=key)
+
+
+def _extra_sinks(recipe: Recipe) -> list[Sink]:
+    if not recipe.telemetry.ray_metrics:
+        return []
+    from areal_ray.runtime.ray_metrics import RayMetricsSink
+
+    return [RayMetricsSink(recipe.run_name)]
 
 
 def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:

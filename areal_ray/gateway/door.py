@@ -30,10 +30,9 @@ class SessionRecord:
     passed over."""
     prefix_key: str = ""
     """Prompts of the session begin alike; empty = of this session alone."""
-    upstream: str = ""
-    """Name of the provider that answers its calls; empty = the policy does."""
     texts: TextRecord | None = None
-    """What such a provider said; then the recorder stays empty."""
+    """What another provider said, where one answers in place of the policy; then the recorder stays
+    empty."""
     turn_over: Callable[[int, str], None] = _untold
     """Told the `turn_id` of each turn once the recorder has its end, before the last byte of the
     reply is sent, and the `CallReply.id` that the client knows it by; "" if it got none."""

@@ -177,8 +177,7 @@ class SessionBook:
             self._new_recorder(),
             is_trained=not start.upstream,
             prefix_key=start.group_key,
-            upstream=start.upstream,
-            texts=TextRecord() if start.upstream else None,
+            texts=TextRecord(start.upstream) if start.upstream else None,
             turn_over=partial(self._turn_over, start.session_id),
         )
         session = Session(start, group, record)

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from areal_ray.gateway import keys
@@ -32,9 +32,13 @@ class SessionRequests:
     Args:
         sessions: Of this replica.
         clock: Seconds since the epoch.
+        upstreams: Names of providers that sessions may be started with, in place of the policy.
     """
 
-    def __init__(self, sessions: Sessions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sessions: Sessions, clock: Callable[[], float], upstreams: Collection[str] = ()
+    ) -> None:
+        self._upstreams = sorted(upstreams)
         self._sessions = sessions
         self._book = sessions.book
         self._rules = sessions.rules
@@ -99,7 +103,7 @@ class SessionRequests:
         return self._told(request, group_key, [(s.session_id, s.nonce) for s in starts], fixed)
 
     def _upstream(self, request: SessionRequest) -> str:
-        name, known = request.text("model"), sorted(self._sessions.upstreams)
+        name, known = request.text("model"), self._upstreams
         if name and name not in known:
             told = f"must be one of {', '.join(known)}" if known else "gateway.upstream has none"
             refuse("model", f"is {name[:80]!r}; {told}, or left out for the policy")

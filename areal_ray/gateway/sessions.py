@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,7 +96,6 @@ class Sessions:
         folder: Of the run's journal; replicas share it.
         name: Of this replica: 1 to 16 lower-case letters or digits. Part of its keys and ids.
         admin_key_hash: `keys.hash_key` of the admin key.
-        upstreams: Names of providers that sessions may be started with, in place of the policy.
         peers: Base URLs of all replicas by name; a call for a session of another one is passed on.
         clock: Seconds since the epoch.
         segment_bytes: Of the journal's files.
@@ -114,14 +113,12 @@ class Sessions:
         *,
         name: str,
         admin_key_hash: bytes,
-        upstreams: Collection[str] = (),
         peers: Callable[[], Mapping[str, str]] = dict,
         clock: Callable[[], float] = time.time,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.name = keys.check_name(name)
         self.peers = peers
-        self.upstreams = upstreams
         self._admin_key_hash = admin_key_hash
         self._clock = clock
         journal = SessionJournal(folder, name, segment_bytes=segment_bytes)

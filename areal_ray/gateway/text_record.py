@@ -57,9 +57,14 @@ class TextTurn:
 
 
 class TextRecord:
-    """Record of one session; messages that turns share are kept once. A `TurnKeeper`."""
+    """Record of one session; messages that turns share are kept once. A `TurnKeeper`.
 
-    def __init__(self) -> None:
+    Args:
+        upstream: Name of the provider that answers.
+    """
+
+    def __init__(self, upstream: str) -> None:
+        self.upstream = upstream
         self.turns: list[TextTurn] = []
 
     @property

@@ -9,7 +9,7 @@ Waits for: the provider, at most the time limit of a turn; a client that leaves 
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
 
 import aiohttp
@@ -25,6 +25,7 @@ from areal_ray.gateway.call import (
     ChoiceEnd,
 )
 from areal_ray.gateway.door import SessionRecord
+from areal_ray.gateway.text_record import TextRecord
 from areal_ray.gateway.upstream_chat import Gathered, chat_body
 from areal_ray.gateway.upstream_config import UpstreamConfig
 
@@ -56,6 +57,11 @@ class Upstreams:
         self._timeout_s = timeout_s
         self._client: aiohttp.ClientSession | None = None
 
+    @property
+    def names(self) -> Collection[str]:
+        """Of all providers."""
+        return self._configs.keys()
+
     def begin(self, call: Call, record: SessionRecord) -> "UpstreamAnswer":
         """A call of a session with `SessionRecord.texts`.
 
@@ -68,10 +74,13 @@ class Upstreams:
         if call.n > _MOST_CHOICES:
             message = f"n: is {call.n}; must be <= {_MOST_CHOICES}"
             raise CallError(400, "invalid_value", message, param="n")
-        if record.upstream not in self._configs:
-            message = f"upstream {record.upstream}: is not served any more. Start another session"
+        assert record.texts is not None
+        if record.texts.upstream not in self._configs:
+            message = (
+                f"upstream {record.texts.upstream}: is not served any more. Start another session"
+            )
             raise CallError(410, "session_over", message)
-        return UpstreamAnswer(self, call, record)
+        return UpstreamAnswer(self, call, record, record.texts)
 
     def sent(self, name: str, call: Call) -> Any:
         """A request under way, as aiohttp's context manager of a response."""
@@ -109,11 +118,13 @@ class Upstreams:
 class UpstreamAnswer:
     """One call at a provider; what `answer.Answer` is for the policy."""
 
-    def __init__(self, upstreams: Upstreams, call: Call, record: SessionRecord) -> None:
+    def __init__(
+        self, upstreams: Upstreams, call: Call, record: SessionRecord, texts: TextRecord
+    ) -> None:
         self._upstreams = upstreams
         self._call = call
         self._record = record
-        self._name = record.upstream
+        self._texts, self._name = texts, texts.upstream
         self._gathered = [Gathered(index) for index in range(call.n)]
         self._usage: Mapping[str, Any] = {}
         self._is_over = False
@@ -185,7 +196,6 @@ class UpstreamAnswer:
         if self._is_over:
             return []
         self._is_over = True
-        assert self._record.texts is not None
         num_sampled = _count(self._usage, "completion_tokens")
         details = self._usage.get("completion_tokens_details")
         num_reasoning = _count(details, "reasoning_tokens")
@@ -197,9 +207,8 @@ class UpstreamAnswer:
             "abort_reason": abort_reason,
         }
         for one in self._gathered:
-            turn_id = self._record.texts.add(
-                self._call.messages, one.message(), one.stop_reason, facts
-            )
+            said = one.message()
+            turn_id = self._texts.add(self._call.messages, said, one.stop_reason, facts)
             self._record.turn_over(turn_id, self.opening.id)
         # It counts the choices together.
         choices = [

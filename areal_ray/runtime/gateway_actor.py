@@ -138,7 +138,6 @@ class GatewayActor:
             context_tokens or model_context_tokens(model_path),
             stop=sampling.stop,
         )
-        sampler = FleetSampler(self._rollouts, sampling)
         self._peers: dict[str, str] = {}
         self._sessions: Sessions | None = None
 
@@ -149,7 +148,9 @@ class GatewayActor:
         if terms is not None:
             door = self._sessions = self._new_sessions(new_recorder, key_hash)
         self._service = Service(
-            answers=Answers(template, reader, sampler, limits=limits),
+            answers=Answers(
+                template, reader, FleetSampler(self._rollouts, sampling), limits=limits
+            ),
             upstreams=_upstreams(config),
             door=door,
             model=model_name,
@@ -173,7 +174,6 @@ class GatewayActor:
             self._folder,
             name=str(self._index),
             admin_key_hash=key_hash,
-            upstreams=self._config.upstream,
             peers=lambda: self._peers,
         )
 

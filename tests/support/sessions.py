@@ -197,7 +197,6 @@ async def serve_replica(
         folder,
         name=name,
         admin_key_hash=keys.hash_key(ADMIN_KEY),
-        upstreams=upstreams,
         peers=peers,
     )
     others = Upstreams(upstreams, upstream_keys, timeout_s=60.0)
