@@ -137,6 +137,8 @@ class ServingRun:
     """Of the gateways."""
     supervisor: Supervisor
     records: Records
+    scaling: Scaling | None = None
+    """None: its actors keep their number."""
     secrets: frozenset[str] = frozenset()
     """What no file may hold."""
     watch_every_s: float = 1.0

@@ -282,14 +282,8 @@ class Session:
         recipe = self.recipe
         tally = RunTally(ledger)
         tally.load_state_dict(begin.state)
-        log: MetricLog = open_metric_log(
-            recipe.folder,
-            recipe.telemetry,
-            resume_step=begin.step if begin.checkpoint else None,
-            extra_sinks=_extra_sinks(recipe),
-        )
         self._records = Records(
-            log=log,
+            log=_metric_log(recipe, begin),
             progress=self._progress,
             waits=self._waits,
             admission=recipe.admission,
@@ -355,12 +349,18 @@ async def _start_inference(graph: ActorGraph, records: Records) -> tuple[Serving
     return run, GatewayAccess(tuple(run.urls), api_key=key)
 
 
-def _extra_sinks(recipe: Recipe) -> list[Sink]:
-    if not recipe.telemetry.ray_metrics:
-        return []
-    from areal_ray.runtime.ray_metrics import RayMetricsSink
+def _metric_log(recipe: Recipe, begin: StartPoint) -> MetricLog:
+    sinks: list[Sink] = []
+    if recipe.telemetry.ray_metrics:
+        from areal_ray.runtime.ray_metrics import RayMetricsSink
 
-    return [RayMetricsSink(recipe.run_name)]
+        sinks.append(RayMetricsSink(recipe.run_name))
+    return open_metric_log(
+        recipe.folder,
+        recipe.telemetry,
+        resume_step=begin.step if begin.checkpoint else None,
+        extra_sinks=sinks,
+    )
 
 
 def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:

@@ -129,7 +129,6 @@ class GatewayActor:
         reader = reply_format(
             template, config.tool_parser, config.reasoning_parser, where="gateway"
         )
-        policy = _policy(config)
         reached = {short: reach(replica) for short, replica in replicas.items()}
         client_id = f"{name}-{self._incarnation}"  # not what a predecessor asked for
         self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
@@ -138,19 +137,18 @@ class GatewayActor:
             context_tokens or model_context_tokens(model_path),
             stop=sampling.stop,
         )
+        sampler = FleetSampler(self._rollouts, sampling)
         self._peers: dict[str, str] = {}
         self._sessions: Sessions | None = None
 
         def new_recorder() -> Recorder:
-            return Recorder(template, policy, reader)
+            return Recorder(template, _policy(config), reader)
 
         door: Door = OpenDoor(new_recorder, key_hash)
         if terms is not None:
             door = self._sessions = self._new_sessions(new_recorder, key_hash)
         self._service = Service(
-            answers=Answers(
-                template, reader, FleetSampler(self._rollouts, sampling), limits=limits
-            ),
+            answers=Answers(template, reader, sampler, limits=limits),
             upstreams=_upstreams(config),
             door=door,
             model=model_name,
