@@ -200,6 +200,7 @@ class ActorGraph:
                 "folder": self.journal,
                 "key_hash": key_hash,
                 "terms": terms,
+                "model_name": self.recipe.served_name,
                 "context_tokens": self.recipe.rollout.engine.max_context_tokens,
             },
         )

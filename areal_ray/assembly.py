@@ -19,10 +19,11 @@ from areal_ray.core.ledger import Ledger
 from areal_ray.core.queue import TrajectoryQueue
 from areal_ray.core.task import Task
 from areal_ray.core.verdict import Comparison, FailureGuard
+from areal_ray.gateway.keys import hash_key
 from areal_ray.gateway.template import model_context_tokens, prompt_counter
 from areal_ray.recipe import Recipe
 from areal_ray.records import Records
-from areal_ray.run import PairRun, Run, SftRun
+from areal_ray.run import PairRun, Run, ServingRun, SftRun
 from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, call
@@ -194,6 +195,29 @@ async def _learners_alone(graph: ActorGraph, steps: int) -> dict[str, Any]:
         "learners": learner,
         "checkpoints": CheckpointService(recipe.folder, recipe.checkpoint, learner),
     }
+
+
+async def start_inference(graph: ActorGraph, records: Records, key: str) -> ServingRun:
+    """Rollout actors and the gateways in front of them.
+
+    `key`: what clients have to send; empty = nothing.
+    """
+    recipe = graph.recipe
+    rollouts = graph.rollouts("rollout")
+    gateways = graph.gateways(
+        rollouts,
+        recipe.gateway,
+        recipe.rollout.sampling,
+        key_hash=hash_key(key) if key else b"",
+    )
+    await graph.wait_until_loaded(None)
+    return ServingRun(
+        gateways=gateways,
+        urls=[(await gateways.submit(name, "health")).url for name in gateways.names()],
+        supervisor=Supervisor(rollouts, [gateways]),
+        records=records,
+        secrets=environment_secrets(),
+    )
 
 
 async def start_eval(graph: ActorGraph, tell: Callable[[str], None]) -> EvaluationService:

@@ -82,19 +82,35 @@ def train(
 
 
 @app.command()
-def serve(recipe: RecipeFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
-    """Train from agents in processes of their own: print once where and with which key they call.
+def serve(
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|inference", help="Recipe file, or that word.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL_PATH] KEY=VALUE",
+            help="After inference the model; then recipe keys to change, as rollout.replicas=2.",
+        ),
+    ] = None,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Answer without a key (inference, loopback alone).")
+    ] = False,
+    overwrite: Overwrite = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Serve a model over the APIs of OpenAI and Anthropic; print once where and with which key.
 
-    The recipe is of kind online. The environment variable AREAL_RAY_ADMIN_KEY may give the key.
+    `serve RECIPE` of kind online trains it from the agents that call; AREAL_RAY_ADMIN_KEY may give
+    the key. `serve inference MODEL_PATH`, or a recipe of that kind, only answers; AREAL_RAY_API_KEY
+    may give the key.
     """
-    from areal_ray.recipe import load_recipe
+    from areal_ray.serving import served_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
-    if not loaded.parts.serves:
-        raise RecipeError(
-            f"kind: is {loaded.kind}; must be online to be served. Use areal-ray train for others."
-        )
-    _go(loaded, overwrite=overwrite, resume=False, print_config=False)
+    recipe = served_recipe(target, [*(words or ()), *(["gateway.no_key=true"] if no_key else [])])
+    # A run that only answers leaves nothing that somebody would miss.
+    overwrite = overwrite or not recipe.parts.trains
+    _go(recipe, overwrite=overwrite, resume=False, print_config=print_config)
 
 
 @app.command(name="eval")

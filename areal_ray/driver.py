@@ -27,7 +27,7 @@ from areal_ray.core.verdict import TOO_STALE, judge
 from areal_ray.core.versions import oldest_allowed
 from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.errors import ActorLost, DataError, DeadlineExceeded
-from areal_ray.run import PairRun, Run, SftRun
+from areal_ray.run import PairRun, Run, ServingRun, SftRun
 from areal_ray.telemetry.log import redact
 
 
@@ -174,7 +174,7 @@ async def evaluate(run: Run) -> None:
             run.records.event(f"evaluation of version {pinned.committed.version} is lost: {lost}")
 
 
-async def watch(run: Run) -> None:
+async def watch(run: Run | ServingRun) -> None:
     """Tell what each role waits for, and which actors died or came back."""
     while True:
         gone = await look(run)
@@ -185,7 +185,7 @@ async def watch(run: Run) -> None:
         await asyncio.sleep(run.watch_every_s)
 
 
-async def look(run: Run) -> str:
+async def look(run: Run | ServingRun) -> str:
     """One round of `watch`; which actor died for good and why, empty while all can come back."""
     seen = await run.supervisor.look()
     for event in seen.events:
@@ -195,6 +195,15 @@ async def look(run: Run) -> str:
     sizes = {} if run.scaling is None else run.scaling.sizes()
     run.records.status(run.counts(), run.services(seen), sizes)
     return redact(seen.gone, run.secrets)
+
+
+async def serve(run: ServingRun) -> None:
+    """kind: inference. Gateways answer without the driver, which looks after them until it is
+    cancelled."""
+    try:
+        await watch(run)
+    finally:
+        await run.close()
 
 
 async def fit(run: SftRun) -> None:

@@ -1,7 +1,8 @@
-"""How clients get to a run's gateway: its addresses and the admin key; what is wrong beforehand.
+"""How clients get to a run's gateway: its addresses and the key; what is wrong beforehand.
 
-The admin key comes from AREAL_RAY_ADMIN_KEY or is made for the run. It is in this process and in
-its clients' hands alone: actors, files and argument lists have its hash or nothing.
+The key comes from AREAL_RAY_ADMIN_KEY (kind online) or AREAL_RAY_API_KEY (kind inference), or is
+made for the run. It is in this process and in its clients' hands alone: actors, files and argument
+lists have its hash or nothing.
 """
 
 import os
@@ -15,16 +16,20 @@ from areal_ray.recipe import Recipe
 
 ADMIN_KEY = "AREAL_RAY_ADMIN_KEY"
 """Environment variable that gives the admin key."""
+API_KEY = "AREAL_RAY_API_KEY"
+"""The same for the key that clients of kind inference send."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayAccess:
-    """What a program needs to start sessions."""
+    """What a program needs to call a gateway."""
 
     urls: tuple[str, ...]
     """Of every gateway; each serves all sessions."""
-    admin_key: str = field(repr=False)
-    """Starts sessions and sets rewards; not to be written down."""
+    admin_key: str = field(default="", repr=False)
+    """Of kind online: starts sessions and sets rewards; not to be written down."""
+    api_key: str = field(default="", repr=False)
+    """Of kind inference: lets calls in; empty = all are. Not to be written down."""
 
     @property
     def url(self) -> str:
@@ -33,13 +38,26 @@ class GatewayAccess:
 
     def lines(self) -> str:
         """For the terminal, once: a key that the user chose is not repeated."""
-        key = f"the one in {ADMIN_KEY}" if os.environ.get(ADMIN_KEY) else self.admin_key
-        return f"gateway    {' '.join(self.urls)}\nadmin key  {key}"
+        lines = f"gateway    {' '.join(self.urls)}"
+        for name, key, variable in (
+            ("admin key", self.admin_key, ADMIN_KEY),
+            ("api key", self.api_key, API_KEY),
+        ):
+            if key:
+                told = f"the one in {variable}" if os.environ.get(variable) else key
+                lines += f"\n{name:<9}  {told}"
+        return lines
 
 
-def admin_key() -> str:
-    """The key of the environment, or a new one."""
-    return os.environ.get(ADMIN_KEY) or new_admin_key()
+def access_key(recipe: Recipe) -> str:
+    """The key of the environment, or a new one; empty where the recipe has no use for any."""
+    if not recipe.parts.serves or recipe.gateway.no_key:
+        return ""
+    return os.environ.get(_variable(recipe)) or new_admin_key()
+
+
+def _variable(recipe: Recipe) -> str:
+    return ADMIN_KEY if recipe.parts.trains else API_KEY
 
 
 def gateway_problems(recipe: Recipe) -> Iterator[str]:
@@ -50,9 +68,16 @@ def gateway_problems(recipe: Recipe) -> Iterator[str]:
     if missing:
         yield (
             f"gateway: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; "
-            "kind: online needs it. pip install 'areal-ray[gateway]'."
+            f"kind: {recipe.kind} needs it. pip install 'areal-ray[gateway]'."
         )
-    given = os.environ.get(ADMIN_KEY, "")
-    if given and weakness(given):
-        yield f"{ADMIN_KEY}: {weakness(given)}. Unset it for a key of the run's own."
+    variable = _variable(recipe)
+    given = os.environ.get(variable, "")
+    if given and weakness(given) and not recipe.gateway.no_key:
+        yield f"{variable}: {weakness(given)}. Unset it for a key of the run's own."
+    for name, upstream in recipe.gateway.upstream.items():
+        if upstream.key_env and not os.environ.get(upstream.key_env):
+            yield (
+                f"gateway.upstream.{name}.key_env: {upstream.key_env} is not set. Set that "
+                "variable to the provider's key."
+            )
     yield from parser_problems(recipe.gateway.tool_parser, where="gateway")

@@ -96,8 +96,8 @@ class RunHandle:
 
     @property
     def gateway(self) -> GatewayAccess | None:
-        """Where and with which key agents start sessions; None in other kinds than online, and
-        until it serves."""
+        """Where and with which key it is called; None in kinds that serve nothing, and until it
+        serves."""
         return self._session.gateway
 
     def wait_for_gateway(self, timeout_s: float = 600.0) -> GatewayAccess:

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from areal_ray.engines.lora_config import engine_problems
 
-RunKind = Literal["rl", "online", "sft", "dpo", "reward_model", "distill", "eval"]
-Loop = Literal["train", "fit", "prefer", "evaluate"]
-"""Of `driver`: train = with rollouts, fit = on given conversations, prefer = on pairs."""
+RunKind = Literal["rl", "online", "sft", "dpo", "reward_model", "distill", "eval", "inference"]
+Loop = Literal["train", "fit", "prefer", "evaluate", "serve"]
+"""Of `driver`: train = with rollouts, fit = on given conversations, prefer = on pairs, serve =
+until it is stopped."""
 
 _ROLLED_OUT = ("tasks", "reward", "admission", "evaluation")
 
@@ -25,7 +26,7 @@ class Parts:
     samples: bool = False
     """It has rollout and agent actors, and reward actors where there is a reward."""
     serves: bool = False
-    """Its episodes come from the clients of a gateway, in place of agent actors."""
+    """A gateway answers clients, in place of agent actors; where it trains, from their episodes."""
     scores: bool = True
     """Rewards score the episodes that are trained on, not held-out ones alone."""
 
@@ -78,6 +79,14 @@ _KINDS: dict[str, Parts] = {
         needs=("evaluation", "reward"),
         refuses=("sft", "admission", "preference"),
     ),
+    "inference": Parts(
+        loop="serve",
+        samples=True,
+        trains=False,
+        serves=True,
+        needs=(),
+        refuses=(*_ROLLED_OUT, "critic", "reference", "teacher", "sft", "preference"),
+    ),
 }
 _OFFLINE = Parts(
     loop="fit",
@@ -108,8 +117,8 @@ def section_problems(recipe: Any) -> Iterator[str]:
         yield f"model.lora: is given; kind: {kind} trains nothing. Remove the section."
     elif lora is not None and parts.samples:
         yield from engine_problems(lora, recipe.rollout.engine.kind)
-    if kind == "online":
-        yield from _online_problems(recipe)
+    if parts.serves:
+        yield from _serving_problems(recipe, parts)
     elif recipe.gateway != type(recipe.gateway)():
         yield f"gateway: is given; kind: {kind} has no use for it. Remove the section."
     if kind == "distill" and parts is not _OFFLINE:
@@ -123,11 +132,27 @@ def section_problems(recipe: Any) -> Iterator[str]:
         yield from recipe.preference.reward_model_problems()
 
 
-def _online_problems(recipe: Any) -> Iterator[str]:
+def _serving_problems(recipe: Any, parts: Parts) -> Iterator[str]:
+    gateway = recipe.gateway
+    if gateway.no_key and parts.trains:
+        yield (
+            f"gateway.no_key: is true with kind: {recipe.kind}, whose sessions have keys; must be "
+            "false. Remove it."
+        )
+    elif gateway.no_key and not gateway.is_on_loopback:
+        yield (
+            f"gateway.no_key: is true with gateway.host {gateway.host}, where others reach "
+            "it; must be false beyond loopback. Remove it, or set host to 127.0.0.1."
+        )
+    if gateway.upstream and not parts.trains:
+        yield (
+            f"gateway.upstream: is given with kind: {recipe.kind}, which has no sessions that "
+            "others could serve. Remove it, or use kind: online."
+        )
     if recipe.agent != type(recipe.agent)():
         yield (
-            "agent: is given with kind: online, whose agents are programs of their own. Remove "
-            "the section; parsers and time-outs are in the section gateway."
+            f"agent: is given with kind: {recipe.kind}, whose agents are programs of "
+            "their own. Remove the section; parsers and time-outs are in the section gateway."
         )
     if recipe.admission is not None and recipe.admission.at_consumption == "wait":
         yield (

@@ -66,7 +66,7 @@ class Recipe(Config):
     kind: RunKind
     """rl: learn from rewards. online: the same, from agents that call the gateway. sft: from given
     answers. dpo: from pairs of answers. reward_model: learn to score answers. distill: learn from
-    a teacher. eval: score a model."""
+    a teacher. eval: score a model. inference: serve a model to programs that call the gateway."""
     name: str = Field(min_length=1, max_length=100)
     """Of the run and its folder. `{seed}` stands for the seed."""
     seed: int = Field(0, ge=0, lt=2**31)
@@ -92,7 +92,7 @@ class Recipe(Config):
     teacher: TeacherConfig | None = None
     """Frozen model that objective.distillation, or kind distill, learns from."""
     gateway: GatewayConfig = GatewayConfig()
-    """Where agents in processes of their own reach the policy (kind online)."""
+    """Where programs of their own reach the model (kinds online and inference)."""
     rollout: RolloutConfig = RolloutConfig()
     """The generation engines."""
     learner: LearnerConfig = LearnerConfig()
@@ -139,7 +139,7 @@ class Recipe(Config):
     def scoring(self) -> RewardConfig | None:
         """What scores episodes. Of kind online one that abstains where the recipe has none, since
         rewards come from clients; its actor still writes groups to the journal."""
-        if self.reward is None and self.parts.serves:
+        if self.reward is None and self.parts.serves and self.parts.trains:
             return RewardConfig(score=ABSTAIN)
         return self.reward
 
@@ -157,6 +157,11 @@ class Recipe(Config):
     def model_path(self) -> str:
         """Folder or hub name of the model, with seed and fileroot in it."""
         return self._placed(self.model.path)
+
+    @property
+    def served_name(self) -> str:
+        """What clients of a gateway are told that the model is called."""
+        return "policy" if self.parts.trains else self.model.path
 
     @property
     def companions(self) -> Companions:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,10 +18,10 @@ from areal_ray.core.verdict import Comparison, FailureGuard
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftPhase
-from areal_ray.errors import DeadlineExceeded
+from areal_ray.errors import ArealRayError, DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.runtime.evaluation import EvaluationService
-from areal_ray.runtime.fleet import unheard
+from areal_ray.runtime.fleet import Fleet, unheard
 from areal_ray.runtime.publish_report import PublishReport
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.runtime.saving import CheckpointService
@@ -125,6 +126,37 @@ class PairRun(LearnerRun):
     """A run of kind dpo or reward_model."""
 
     config: PreferenceConfig
+
+
+@dataclass(kw_only=True)
+class ServingRun:
+    """A run of kind inference."""
+
+    gateways: Fleet
+    urls: Sequence[str]
+    """Of the gateways."""
+    supervisor: Supervisor
+    records: Records
+    scaling: Scaling | None = None
+    """None: its actors keep their number."""
+    secrets: frozenset[str] = frozenset()
+    """What no file may hold."""
+    watch_every_s: float = 1.0
+
+    async def close(self) -> None:
+        """Let calls under way end, within the gateways' grace."""
+        with suppress(ArealRayError):  # one that is dead has none
+            await self.gateways.broadcast("close")
+
+    def counts(self) -> dict[str, int]:
+        """Nothing is queued here."""
+        return {}
+
+    def services(self, seen: Look) -> dict[str, dict[str, str]]:
+        """How the actors do, by service."""
+        told = dict(seen.services)
+        agent = {name: told.pop(name) for name in self.gateways.names() if name in told}
+        return {"inference": told, "agent": agent}
 
 
 @dataclass(kw_only=True)

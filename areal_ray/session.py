@@ -16,18 +16,25 @@ from functools import partial
 from typing import Any
 
 from areal_ray.actors import ActorGraph, StartPoint
-from areal_ray.assembly import ledger_of, start_eval, start_pairs, start_rl, start_sft
+from areal_ray.assembly import (
+    ledger_of,
+    start_eval,
+    start_inference,
+    start_pairs,
+    start_rl,
+    start_sft,
+)
 from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
-from areal_ray.driver import fit, prefer, train
+from areal_ray.driver import fit, prefer, serve, train
 from areal_ray.ending import close_records, report_on, root_cause, summary_of
 from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError, StorageError
 from areal_ray.gateway.keys import hash_key
-from areal_ray.gateway_access import GatewayAccess, admin_key
+from areal_ray.gateway_access import GatewayAccess, access_key
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
-from areal_ray.run import LearnerRun, Run
+from areal_ray.run import LearnerRun, Run, ServingRun
 from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets
 from areal_ray.runtime.evaluation import Pinned
@@ -122,7 +129,7 @@ class Session:
         self._state: LearnerRun | None = None
         self._begin_point: StartPoint | None = None
         self._maker: Session | None = None
-        self.gateway: GatewayAccess | None = None  # of kind online, once it serves
+        self.gateway: GatewayAccess | None = None  # of kinds online and inference, once it serves
 
     def stop(self) -> None:
         """End soon; may be called from any thread, at any time."""
@@ -206,6 +213,7 @@ class Session:
                 "fit": partial(self._learners_alone, start_sft, fit),
                 "prefer": partial(self._learners_alone, start_pairs, prefer),
                 "evaluate": self._eval,
+                "serve": self._serve,
             }
             await self._until_stopped(loops[recipe.parts.loop](graph, begin))
         finally:
@@ -261,6 +269,11 @@ class Session:
         self._begin(0, begin)
         records.evaluated(await service.score(Pinned(begin.step, Committed(begin.version))))
 
+    async def _serve(self, graph: ActorGraph, begin: StartPoint) -> None:
+        run, self.gateway = await _start_inference(graph, self._open_records(begin, None))
+        self._begin(0, begin)
+        await serve(run)
+
     def _stopping_event(self) -> asyncio.Event:
         assert self._stopping is not None, "the loop makes it first"
         return self._stopping
@@ -269,19 +282,8 @@ class Session:
         recipe = self.recipe
         tally = RunTally(ledger)
         tally.load_state_dict(begin.state)
-        sinks: list[Sink] = []
-        if recipe.telemetry.ray_metrics:
-            from areal_ray.runtime.ray_metrics import RayMetricsSink
-
-            sinks.append(RayMetricsSink(recipe.run_name))
-        log: MetricLog = open_metric_log(
-            recipe.folder,
-            recipe.telemetry,
-            resume_step=begin.step if begin.checkpoint else None,
-            extra_sinks=sinks,
-        )
         self._records = Records(
-            log=log,
+            log=_metric_log(recipe, begin),
             progress=self._progress,
             waits=self._waits,
             admission=recipe.admission,
@@ -333,11 +335,32 @@ async def _start_rl(
     graph: ActorGraph, records: Records, waits: WaitBoard, ledger: Ledger
 ) -> tuple[Run, GatewayAccess | None]:
     """The run, and how clients get to it where it is served."""
-    key = admin_key() if graph.recipe.parts.serves else ""
+    key = access_key(graph.recipe)
     run = await start_rl(graph, records, waits, ledger, admin_key_hash=hash_key(key))
     if not isinstance(run.agents, SessionService):
         return run, None
-    return run, GatewayAccess(tuple(run.agents.urls.values()), key)
+    return run, GatewayAccess(tuple(run.agents.urls.values()), admin_key=key)
+
+
+async def _start_inference(graph: ActorGraph, records: Records) -> tuple[ServingRun, GatewayAccess]:
+    """The run, and how clients get to it."""
+    key = access_key(graph.recipe)
+    run = await start_inference(graph, records, key)
+    return run, GatewayAccess(tuple(run.urls), api_key=key)
+
+
+def _metric_log(recipe: Recipe, begin: StartPoint) -> MetricLog:
+    sinks: list[Sink] = []
+    if recipe.telemetry.ray_metrics:
+        from areal_ray.runtime.ray_metrics import RayMetricsSink
+
+        sinks.append(RayMetricsSink(recipe.run_name))
+    return open_metric_log(
+        recipe.folder,
+        recipe.telemetry,
+        resume_step=begin.step if begin.checkpoint else None,
+        extra_sinks=sinks,
+    )
 
 
 def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:
@@ -355,6 +378,9 @@ def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
     facts = {"model": begin.model_path, "seed": str(recipe.seed)}
     if recipe.model.lora is not None:
         facts["adapters"] = recipe.model.lora.described
+    if recipe.parts.loop == "serve":
+        replicas = f"{recipe.rollout.replicas} rollout, {recipe.gateway.replicas} gateway"
+        facts |= {"engine": recipe.rollout.engine.kind, "actors": replicas}
     if recipe.parts.loop == "train" and recipe.admission is not None:
         admission = recipe.admission
         facts["step"] = f"{admission.groups_per_step} groups x {admission.n_samples} episodes"

@@ -27,6 +27,7 @@ run, and each run saves it as `recipe.yaml`.
 | `distill` | learns from a teacher, on its own answers | `tasks`, `admission`, `teacher` | [1] |
 | `distill`, with `sft` | learns from a teacher, on given answers | `sft`, `teacher` | learners |
 | `eval` | scores a model | `evaluation`, `reward` | no learner |
+| `inference` | serves a model | | rollouts, gateways |
 
 A section that a kind would not read is refused. [1] All but reward actors: it has those only where
 `evaluation` is given, for held-out tasks. `areal-ray train RECIPE --smoke` tries any recipe out

@@ -20,10 +20,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from areal_ray.errors import ArealRayError
-from areal_ray.gateway.answer import Answers
+from areal_ray.gateway.answer import Answer, Answers
 from areal_ray.gateway.anthropic import AnthropicMessages
 from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, Dialect
-from areal_ray.gateway.door import Door
+from areal_ray.gateway.door import Door, SessionRecord
 from areal_ray.gateway.exchange import ClientGone, Exchange, Receive, Send, retry_headers
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
 from areal_ray.gateway.openai_chat import OpenAIChat
@@ -31,6 +31,7 @@ from areal_ray.gateway.openai_completions import OpenAICompletions
 from areal_ray.gateway.openai_responses import OpenAIResponses
 from areal_ray.gateway.reply_store import ReplyStore
 from areal_ray.gateway.sse import SHUTTING_DOWN, send_stream
+from areal_ray.gateway.upstream import UpstreamAnswer, Upstreams
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,15 @@ class Service:
     limits: EdgeLimits = field(default_factory=EdgeLimits)
     counts: EdgeCounts = field(default_factory=EdgeCounts)
     replies: ReplyStore = field(default_factory=ReplyStore)
+    upstreams: Upstreams | None = None
+    """Answers calls of sessions that are not the policy's."""
+
+    def begin(self, call: Call, record: SessionRecord) -> Answer | UpstreamAnswer:
+        """Whoever serves the session takes up a call of it; see `Answers.begin`."""
+        if record.texts is None:
+            return self.answers.begin(call, record)
+        assert self.upstreams is not None
+        return self.upstreams.begin(call, record)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -212,7 +222,7 @@ class Edge:
                 owner = f"{exchange.key()} {session}"
                 call = service.replies.resumed(call, owner)
                 keep = partial(self._keep, dialect, call, owner)
-                answer = service.answers.begin(call, record)
+                answer = service.begin(call, record)
                 try:
                     if call.stream:
                         counts.num_streams += 1

@@ -12,6 +12,7 @@ from typing import Protocol
 from areal_ray.gateway.call import CallError, CallHints
 from areal_ray.gateway.keys import hash_key, is_same
 from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.text_record import TextRecord
 
 
 def _untold(turn_id: int, reply_id: str) -> None:
@@ -29,6 +30,9 @@ class SessionRecord:
     passed over."""
     prefix_key: str = ""
     """Prompts of the session begin alike; empty = of this session alone."""
+    texts: TextRecord | None = None
+    """What another provider said, where one answers in place of the policy; then the recorder stays
+    empty."""
     turn_over: Callable[[int, str], None] = _untold
     """Told the `turn_id` of each turn once the recorder has its end, before the last byte of the
     reply is sent, and the `CallReply.id` that the client knows it by; "" if it got none."""

@@ -27,6 +27,7 @@ from areal_ray.gateway.session_state import (
     Start,
     start_of,
 )
+from areal_ray.gateway.text_record import TextRecord
 from areal_ray.gateway.turn_record import encode_turn
 
 _log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class SessionBook:
         facts: dict[str, Any] = {"c": reply_id, "i": turn_id}
         if session.new_conversations:
             facts["names"] = list(session.new_conversations)
-        self.write(session, "turn", encode_turn(session.recorder.turn_record(turn_id)), **facts)
+        self.write(session, "turn", encode_turn(session.turns.turn_record(turn_id)), **facts)
 
     def _append(
         self, session: Session, kind: str, body: bytes = b"", **facts: Any
@@ -174,8 +175,9 @@ class SessionBook:
         record = SessionRecord(
             start.session_id,
             self._new_recorder(),
-            is_trained=True,
+            is_trained=not start.upstream,
             prefix_key=start.group_key,
+            texts=TextRecord(start.upstream) if start.upstream else None,
             turn_over=partial(self._turn_over, start.session_id),
         )
         session = Session(start, group, record)
@@ -213,7 +215,7 @@ class SessionBook:
             reason,
             session.requests,
             session.total_reward,
-            session.recorder.num_turns,
+            session.turns.num_turns,
         )
         _remember(self.past, start.session_id, past)
         if self._session_of_key.get(start.key_hash) == start.session_id:

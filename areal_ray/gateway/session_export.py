@@ -16,7 +16,8 @@ def exported(session: Session, style: str, discount: float) -> dict[str, Any]:
         style: individual: a row for each turn that trains, its reward the turn's own plus
             `discount` times that of the turn after it; the session's reward counts to the last turn
             of the main line (AReaL's rule). concat: a row for each branch, with the sum of all
-            rewards. tree: all turns, with what each added.
+            rewards. tree: all turns, with what each added. Of a session that another provider
+            served in any style its turns as text: messages, reply, and how many tokens it counted.
         discount: From 0 to 1.
     """
     told = {
@@ -27,8 +28,10 @@ def exported(session: Session, style: str, discount: float) -> dict[str, Any]:
         "reward": session.total_reward,
         "turn_rewards": {str(turn): reward for turn, reward in session.turn_rewards.items()},
         "splits": dict(session.recorder.splits),
-        "left_out": dict(session.recorder.left_out),
+        "left_out": dict(session.turns.left_out),
     }
+    if session.record.texts is not None:
+        return {**told, "upstream": session.start.upstream, "turns": _texts(session)}
     if style == "tree":
         return {**told, "turns": _tree(session)}
     rows = [_row(trajectory) for trajectory in session.trajectories(style)]
@@ -40,6 +43,23 @@ def exported(session: Session, style: str, discount: float) -> dict[str, Any]:
             row["turn"], row["interaction_id"] = turn, reply_of.get(turn, "")
             row["reward"] = rewards.get(turn)
     return {**told, "trajectories": rows}
+
+
+def _texts(session: Session) -> list[dict[str, Any]]:
+    assert session.record.texts is not None
+    reply_of = {turn: reply for reply, turn in session.calls.items()}
+    return [
+        {
+            "turn": one.turn_id,
+            "interaction_id": reply_of.get(one.turn_id, ""),
+            "reward": session.turn_rewards.get(one.turn_id),
+            "messages": list(one.messages),
+            "reply": one.reply,
+            "stop_reason": str(one.stop_reason),
+            **one.facts,
+        }
+        for one in session.record.texts.turns
+    ]
 
 
 def _discounted(session: Session, discount: float) -> dict[int, float]:

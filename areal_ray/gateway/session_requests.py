@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from areal_ray.gateway import keys
@@ -19,6 +19,7 @@ from areal_ray.gateway.sessions import Sessions, session_over
 
 _MOST_SIBLINGS = 256
 _MOST_REWARD = 1e9
+_MOST_TEXT_SESSIONS = 10_000
 _RETRY_S = 2.0
 _STYLES = ("individual", "concat", "tree")
 _WAIT_S = 120.0
@@ -31,9 +32,13 @@ class SessionRequests:
     Args:
         sessions: Of this replica.
         clock: Seconds since the epoch.
+        upstreams: Names of providers that sessions may be started with, in place of the policy.
     """
 
-    def __init__(self, sessions: Sessions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sessions: Sessions, clock: Callable[[], float], upstreams: Collection[str] = ()
+    ) -> None:
+        self._upstreams = sorted(upstreams)
         self._sessions = sessions
         self._book = sessions.book
         self._rules = sessions.rules
@@ -43,7 +48,10 @@ class SessionRequests:
     # -- start ---------------------------------------------------------------------------------
 
     def start(self, request: SessionRequest) -> dict[str, Any]:
-        """`{task_id, group_size = 1, api_key?, request_id?}`, with the admin key.
+        """`{task_id, group_size = 1, api_key?, model?, request_id?}`, with the admin key.
+
+        `model` names a provider of the recipe that answers in place of the policy; training takes
+        nothing of such a session.
 
         Raises:
             CallError: 400, 401, 409 (the request id was another request's) or 429 (training wants
@@ -55,13 +63,16 @@ class SessionRequests:
         size = read_count(request.body, "group_size") or 1
         if size > _MOST_SIBLINGS:
             refuse("group_size", f"is {size}; must be <= {_MOST_SIBLINGS}")
-        digest = _digest(task_id, size, fixed)
+        upstream = self._upstream(request)
+        digest = _digest(task_id, size, fixed, upstream)
         past = self._book.started_by(request.request_id)
         if past is not None:
             return self._told_again(request, past, digest, fixed)
         if fixed:
             self._make_room(fixed, size)
-        if self._rules.headroom() < 1:
+        if upstream:
+            self._check_room(size)
+        elif self._rules.headroom() < 1:
             raise CallError(
                 429,
                 "no_capacity",
@@ -85,10 +96,29 @@ class SessionRequests:
                     started_s=now,
                     request_id=request.request_id,
                     request_digest=digest,
+                    upstream=upstream,
                 )
             )
         self._book.start(starts)
         return self._told(request, group_key, [(s.session_id, s.nonce) for s in starts], fixed)
+
+    def _upstream(self, request: SessionRequest) -> str:
+        name, known = request.text("model"), self._upstreams
+        if name and name not in known:
+            told = f"must be one of {', '.join(known)}" if known else "gateway.upstream has none"
+            refuse("model", f"is {name[:80]!r}; {told}, or left out for the policy")
+        return name
+
+    def _check_room(self, size: int) -> None:
+        num_kept = sum(bool(one.start.upstream) for one in self._book.sessions.values())
+        if num_kept + size > _MOST_TEXT_SESSIONS:
+            raise CallError(
+                429,
+                "no_capacity",
+                f"sessions: {num_kept} that other providers serve are kept, at most "
+                f"{_MOST_TEXT_SESSIONS}. Try again later, or lower gateway.sessions.text_kept_s",
+                retry_after_s=_RETRY_S,
+            )
 
     def _make_room(self, fixed: str, size: int) -> None:
         """Take a fixed key from its session of the moment, if another may start."""
@@ -105,7 +135,7 @@ class SessionRequests:
         old = self._book.of_key(hashed)
         if not isinstance(old, Session) or old.ended_s:
             return
-        frees_its_slot = old.total_reward is None
+        frees_its_slot = old.total_reward is None and not old.start.upstream
         if not frees_its_slot or self._rules.headroom() >= 0:
             self._rules.supersede(old)
 
@@ -180,7 +210,7 @@ class SessionRequests:
         is_again = bool(request.request_id) and request.request_id in session.requests
         if session.ended_s and not is_again:
             raise session_over(session)
-        num_turns = session.recorder.num_turns
+        num_turns = session.turns.num_turns
         if not is_again:
             self._rules.end(session, request_id=request.request_id)
         return _ended(session.session_id, num_turns)
@@ -232,13 +262,13 @@ def _not_admin() -> NoReturn:
     raise CallError(401, "admin_key_required", "API key: must be the admin key for this")
 
 
-def _digest(task_id: str, size: int, fixed: str) -> str:
-    told = [task_id, size, keys.hash_key(fixed).hex() if fixed else ""]
+def _digest(task_id: str, size: int, fixed: str, upstream: str) -> str:
+    told = [task_id, size, keys.hash_key(fixed).hex() if fixed else "", upstream]
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
 
 
 def _told_reward(session: Session) -> dict[str, Any]:
-    return _rewarded(session.session_id, session.total_reward, session.recorder.num_turns)
+    return _rewarded(session.session_id, session.total_reward, session.turns.num_turns)
 
 
 def _rewarded(session_id: str, reward: float | None, num_turns: int) -> dict[str, Any]:

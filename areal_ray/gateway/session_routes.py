@@ -27,8 +27,10 @@ def make_sessions_app(
 ) -> Any:
     """The ASGI application of a service whose door is `sessions`, with their routes."""
     app = make_app(service)
+    others = () if service.upstreams is None else service.upstreams.names
+    requests = SessionRequests(sessions, clock, others)
     forwarding = Forwarding(app, sessions, service.limits)
-    routes = _Routes(sessions, SessionRequests(sessions, clock), forwarding, service.limits)
+    routes = _Routes(sessions, requests, forwarding, service.limits)
     routes.add_to(app)
     return forwarding
 

@@ -13,6 +13,8 @@ SESSION_TIMEOUT = "session_timeout"
 SUPERSEDED = "superseded"
 NO_TURNS = "no_turns"
 ENDED = "ended"
+NOT_KEPT = "not_kept"
+"""Of another provider's: it was there to be exported for long enough."""
 _TIMEOUTS = (IDLE_TIMEOUT, SESSION_TIMEOUT)
 _SWEEP_S = 1.0
 
@@ -29,6 +31,8 @@ class SessionsConfig(Config):
     feedback_timeout_s: float = 600.0
     """How long a session that ended without a reward waits for one. Then it is unscored, which is
     no reward of 0. Set 0 where the recipe has a reward function for those."""
+    text_kept_s: float = 86_400.0
+    """How long a session that another provider served is kept for export after its end."""
 
 
 class SessionRules:
@@ -60,11 +64,11 @@ class SessionRules:
     def headroom(self) -> int:
         """Groups that may be started."""
         groups = self._book.groups.values()
-        return self.num_slots - sum(not _is_admitted(group) for group in groups)
+        return self.num_slots - sum(g.trains and not _is_admitted(g) for g in groups)
 
     def note(self, group: SessionGroup, *, is_first: bool = False) -> None:
         """A group may have become ready, before all others if told so, or be so no more."""
-        if not group.is_sealed or group.is_held:
+        if not group.is_sealed or group.is_held or not group.trains:
             self.ready.pop(group.key, None)
         elif is_first:
             self.ready = {group.key: group, **self.ready}
@@ -91,7 +95,7 @@ class SessionRules:
 
     def supersede(self, session: Session) -> None:
         """Its key is given to another session."""
-        if session.total_reward is None:
+        if session.total_reward is None and not session.start.upstream:
             self.reject(session, SUPERSEDED)
         else:
             self.end(session, SUPERSEDED)
@@ -109,7 +113,7 @@ class SessionRules:
         if not session.has_samples:
             self.reject(session, session.end_reason if _is_late(session) else NO_TURNS)
             return
-        if session.total_reward is None:
+        if session.total_reward is None and not session.start.upstream:
             if self._clock() < session.ended_s + self._config.feedback_timeout_s:
                 return
             if _is_late(session):
@@ -126,6 +130,9 @@ class SessionRules:
         self._next_sweep_s = now + _SWEEP_S
         config = self._config
         for session in list(self._book.sessions.values()):
+            if session.start.upstream and 0 < session.ended_s < now - config.text_kept_s:
+                self.reject(session, NOT_KEPT)
+                continue
             if session.state not in (SessionState.OPEN, SessionState.REWARDED):
                 continue
             if session.ended_s:

@@ -145,7 +145,7 @@ class SessionSearch:
 def _has_reply(session: Session, turn: int) -> bool:
     """Whether a turn was answered to its end."""
     try:
-        return bool(session.recorder.turn_record(turn).reply)
+        return bool(session.turns.turn_record(turn).reply)
     except KeyError:
         return False
 

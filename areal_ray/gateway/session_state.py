@@ -14,6 +14,7 @@ from areal_ray.core.trajectory import Outcome, Trajectory
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.session_journal import JournalRecord
+from areal_ray.gateway.text_record import TurnKeeper
 from areal_ray.gateway.turn_record import decode_turn, encode_turn
 
 _MOST_REQUESTS = 64
@@ -56,6 +57,11 @@ class SessionGroup:
         """Whether it may be trained on, as a whole."""
         return {session.state for session in self.sessions} == {SessionState.SEALED}
 
+    @property
+    def trains(self) -> bool:
+        """Whether the policy samples in it; what another provider says is for export alone."""
+        return not any(session.start.upstream for session in self.sessions)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -72,6 +78,8 @@ class Start:
     started_s: float
     request_id: str = ""
     request_digest: str = ""
+    upstream: str = ""
+    """Name of the provider that answers its calls; empty = the policy does."""
 
     def facts(self) -> dict[str, Any]:
         """As JSON."""
@@ -85,6 +93,7 @@ class Start:
             "nonce": self.nonce.hex(),
             "r": self.request_id,
             "digest": self.request_digest,
+            **({"upstream": self.upstream} if self.upstream else {}),
         }
 
 
@@ -100,6 +109,7 @@ def start_of(facts: Mapping[str, Any]) -> Start:
         started_s=facts["t"],
         request_id=facts["r"],
         request_digest=facts["digest"],
+        upstream=facts.get("upstream", ""),
     )
 
 
@@ -170,6 +180,11 @@ class Session:
         return self.record.recorder
 
     @property
+    def turns(self) -> TurnKeeper:
+        """Its turns, whoever answers."""
+        return self.recorder if self.record.texts is None else self.record.texts
+
+    @property
     def total_reward(self) -> float | None:
         """Of the session and of its turns together; None if none was set."""
         if self.reward is None and not self.turn_rewards:
@@ -178,7 +193,9 @@ class Session:
 
     @property
     def has_samples(self) -> bool:
-        """Whether a turn of it trains."""
+        """Whether a turn of it trains, or of another provider's, is there at all."""
+        if self.record.texts is not None:
+            return bool(self.record.texts.turns)
         return sum(self.recorder.left_out.values()) < self.recorder.num_turns
 
     def note_conversations(self, names: Iterator[str]) -> None:
@@ -217,7 +234,7 @@ class Session:
     def _apply_turn(self, record: JournalRecord, *, is_replayed: bool) -> None:
         head = record.head
         if is_replayed:
-            self.recorder.replay(decode_turn(record.body))
+            self.turns.replay(decode_turn(record.body))
         if head["c"]:
             self.calls[head["c"]] = min(self.calls.get(head["c"], head["i"]), head["i"])
         if names := head.get("names"):
@@ -238,7 +255,7 @@ class Session:
         yield JournalRecord(self.start.facts())
         call_of = {turn: call for call, turn in self.calls.items()}
         names = list(self.conversations)
-        for turn in self.recorder.turn_records():
+        for turn in self.turns.turn_records():
             told = {"c": call_of.get(turn.turn_id, ""), "i": turn.turn_id, "t": self.active_s}
             yield self._made("turn", encode_turn(turn), **told, names=names)
             names = []

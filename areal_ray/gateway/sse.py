@@ -7,6 +7,7 @@ from contextlib import aclosing
 from areal_ray.gateway.answer import Answer
 from areal_ray.gateway.call import CallError, CallReply, StreamWriter
 from areal_ray.gateway.exchange import Exchange
+from areal_ray.gateway.upstream import UpstreamAnswer
 
 SHUTTING_DOWN = CallError(
     503, "shutting_down", "the server is stopping. Send the call again", retry_after_s=2
@@ -16,7 +17,7 @@ SHUTTING_DOWN = CallError(
 async def send_stream(
     exchange: Exchange,
     writer: StreamWriter,
-    answer: Answer,
+    answer: Answer | UpstreamAnswer,
     on_reply: Callable[[CallReply], None],
 ) -> None:
     """Stream an answer; every error after the headers is told in the stream.

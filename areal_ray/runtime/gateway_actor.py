@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from areal_ray.core.storage import replace_text
+from areal_ray.core.storage import replace_text, writing
 from areal_ray.core.summaries import GroupSummary
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.errors import ArealRayError
@@ -31,6 +31,8 @@ from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_routes import make_sessions_app
 from areal_ray.gateway.sessions import SessionCounts, Sessions
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
+from areal_ray.gateway.upstream import Upstreams
+from areal_ray.runtime.cluster import own_environment
 from areal_ray.runtime.episode_dump import write_episodes
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.fleet_sampler import FleetSampler
@@ -128,7 +130,6 @@ class GatewayActor:
         reader = reply_format(
             template, config.tool_parser, config.reasoning_parser, where="gateway"
         )
-        policy = _policy(config)
         reached = {short: reach(replica) for short, replica in replicas.items()}
         client_id = f"{name}-{self._incarnation}"  # not what a predecessor asked for
         self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
@@ -142,13 +143,14 @@ class GatewayActor:
         self._sessions: Sessions | None = None
 
         def new_recorder() -> Recorder:
-            return Recorder(template, policy, reader)
+            return Recorder(template, _policy(config), reader)
 
         door: Door = OpenDoor(new_recorder, key_hash)
         if terms is not None:
             door = self._sessions = self._new_sessions(new_recorder, key_hash)
         self._service = Service(
             answers=Answers(template, reader, sampler, limits=limits),
+            upstreams=_upstreams(config),
             door=door,
             model=model_name,
             created_s=int(time.time()),
@@ -183,6 +185,8 @@ class GatewayActor:
             if self._server is None:
                 self._url = await self._listen()
                 if self._address is not None:
+                    with writing(self._folder):
+                        self._folder.mkdir(parents=True, exist_ok=True)
                     replace_text(self._address, self._url)
         if self._config.replicas > 1:
             self._peers = self._written_urls()
@@ -259,6 +263,8 @@ class GatewayActor:
         """Let calls end within the server's grace, then abort what is under way."""
         if self._server is not None:
             await self._server.stop()
+        if self._service.upstreams is not None:
+            await self._service.upstreams.close()
         await self._rollouts.close()
 
     async def _listen(self) -> str:
@@ -306,6 +312,18 @@ def _edge_limits(config: GatewayConfig) -> EdgeLimits:
     return EdgeLimits(
         body_bytes=config.max_body_bytes, concurrent_calls=config.max_concurrent_calls
     )
+
+
+def _upstreams(config: GatewayConfig) -> Upstreams:
+    environment, keys = own_environment(), {}
+    for name, one in config.upstream.items():
+        if one.key_env and not environment.get(one.key_env):
+            raise ArealRayError(
+                f"gateway.upstream.{name}.key_env: {one.key_env} is not set where the gateway "
+                "runs. Set it before Ray starts there"
+            )
+        keys[name] = environment.get(one.key_env, "")
+    return Upstreams(config.upstream, keys, timeout_s=config.turn_timeout_s)
 
 
 def _address_file(folder: Path, index: int) -> Path:

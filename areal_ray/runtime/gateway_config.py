@@ -1,5 +1,6 @@
 """What a recipe says about the gateway. Light to import: no Ray, no torch, no HTTP."""
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ from pydantic import Field
 from areal_ray.agents.episode import ReasoningParser, ToolParser
 from areal_ray.core.config import Config
 from areal_ray.gateway.sessions import SessionsConfig
+from areal_ray.gateway.upstream_config import UpstreamConfig
 
 
 class GatewayConfig(Config):
@@ -15,6 +17,8 @@ class GatewayConfig(Config):
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on. Whoever reaches it may try keys: 0.0.0.0 is for trusted networks."""
+    no_key: bool = False
+    """Answer whoever calls (kind inference). Only where host is of this machine's loopback."""
     port: int = Field(0, ge=0, le=65_535)
     """0 = any that is free, and the same one after a restart. Further replicas take the next."""
     replicas: int = Field(1, ge=1, le=64)
@@ -40,6 +44,17 @@ class GatewayConfig(Config):
     """More are turned away with 503."""
     sessions: SessionsConfig = SessionsConfig()
     """How long sessions last (kind online)."""
+    upstream: dict[str, UpstreamConfig] = Field({})
+    """Providers by name that may serve a session in place of the policy (kind online), for
+    evaluation and for data: `{NAME: {url, key_env, model}}`. Recorded as text; never trained."""
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether nothing but this machine reaches it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 @dataclass(frozen=True, slots=True)

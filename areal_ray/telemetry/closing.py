@@ -39,6 +39,8 @@ def outcome_line(summary: Summary) -> str:
     took = f"{summary.steps} of {summary.planned_steps} steps in {wall}"
     if summary.kind == "eval":
         took = f"scored in {wall}" if summary.outcome == "finished" else wall
+    if summary.kind == "inference":
+        took = f"served for {wall}"
     if summary.outcome == "failed":
         return f"{summary.name} failed after {took}: {summary.failure or 'no reason known'}"
     return f"{summary.name} {summary.outcome}: {took}"

@@ -74,7 +74,8 @@ class LineProgress:
     def start(self, header: Header) -> None:
         """The run begins."""
         self._history = RunHistory(header, self._clock)
-        self._say(f"{header.name} ({header.kind}): {header.total_steps} steps")
+        steps = f": {header.total_steps} steps" if header.total_steps else ""
+        self._say(f"{header.name} ({header.kind}){steps}")
         for name, text in header.facts.items():
             self._say(f"  {name:<10} {text}")
         if header.first_step:

@@ -1,10 +1,8 @@
 """The command line on real runs: Ctrl-C, and resuming what it stopped."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from areal_ray.run_folder import read_status
+from tests.support.command_line import ROOT, clean_environment, command, descendants, is_alive
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "model.path={fileroot}/model",
     "model.create=recipes.calculator.model:create",
@@ -25,43 +23,11 @@ SMALL = (
     "rollout.engine.max_slots=8",
     "cluster.num_cpus=2",
 )
-LEFT_BY_A_SESSION = ("RAY_ADDRESS", "RAY_AUTH_MODE")
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "areal_ray.cli", *words]
 
 
 def train(fileroot: Path, *overrides: str) -> list[str]:
     recipe = "recipes/calculator/grpo.yaml"
     return command("train", recipe, f"cluster.fileroot={fileroot}", "name=r", *SMALL, *overrides)
-
-
-def clean_environment() -> dict[str, str]:
-    """Without the shared session of the other tests: each run here has a Ray of its own."""
-    return {name: value for name, value in os.environ.items() if name not in LEFT_BY_A_SESSION}
-
-
-def descendants(pid: int) -> set[int]:
-    """All processes below one, by what /proc tells."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")

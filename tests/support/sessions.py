@@ -26,6 +26,8 @@ from areal_ray.gateway.session_routes import make_sessions_app
 from areal_ray.gateway.session_search import SessionRequest
 from areal_ray.gateway.sessions import ReadyGroup, Sessions, SessionsConfig
 from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.upstream import Upstreams
+from areal_ray.gateway.upstream_config import UpstreamConfig
 from tests.support.scripted_sampler import Said, ScriptedSampler
 from tests.support.templates import ScriptedTurn
 from tests.support.tiny_models import tiny_tokenizer
@@ -168,6 +170,8 @@ class Replica:
         """No more calls; what is open ends."""
         await self.server.stop()
         await self.app.close()
+        if self.service.upstreams is not None:
+            await self.service.upstreams.close()
         self.sessions.close()
 
 
@@ -179,6 +183,8 @@ async def serve_replica(
     port: int = 0,
     peers: Callable[[], Mapping[str, str]] = dict,
     grace_s: float = 2.0,
+    upstreams: Mapping[str, UpstreamConfig] = {},
+    upstream_keys: Mapping[str, str] = {},
     **config: Any,
 ) -> Replica:
     """A gateway over a journal, listening on loopback."""
@@ -191,7 +197,8 @@ async def serve_replica(
         admin_key_hash=keys.hash_key(ADMIN_KEY),
         peers=peers,
     )
-    service = Service(answers=answers, door=sessions)
+    others = Upstreams(upstreams, upstream_keys, timeout_s=60.0)
+    service = Service(answers=answers, door=sessions, upstreams=others)
     app = make_sessions_app(service, sessions, time.time)
     server = GatewayServer(app, port=port, grace_s=grace_s)
     replica = Replica(sessions, sampler, service, server, app)

@@ -15,6 +15,9 @@ OPD = "objective: {kind: opd}\n"
 DPO = f"kind: dpo\n{TOP}{PREFERENCE}reference: {{path: null}}\n"
 REWARD_MODEL = f"kind: reward_model\n{TOP}{PREFERENCE}"
 DISTILL = f"kind: distill\n{TOP}{TASKS}{TEACHER}{OPD}"
+INFERENCE = f"kind: inference\n{TOP}"
+ONLINE = f"kind: online\nsteps: 1\n{TOP}admission: {{groups_per_step: 2, n_samples: 2}}\n"
+UPSTREAM = "gateway.upstream={big: {url: 'http://h/v1', model: m}}"
 OFFLINE = f"kind: distill\n{TOP}{SFT}{TEACHER}"
 HELD_OUT = "evaluation={tasks: {source: 'a:b'}}"
 REWARD = "reward={score: 'a:b'}"
@@ -29,6 +32,7 @@ NO_REWARD = {"learner", "rollout", "agent", "param-sync"}
         (DPO, [], "prefer", LEARNERS),
         (REWARD_MODEL, [], "prefer", LEARNERS),
         (OFFLINE, [], "fit", LEARNERS),
+        (INFERENCE, [], "serve", {"rollout", "gateway"}),
         (DISTILL, [], "train", NO_REWARD),
         (
             DISTILL,
@@ -53,6 +57,11 @@ def test_dpo_starts_from_the_model_itself_where_the_reference_has_no_path():
 @pytest.mark.parametrize(
     ("text", "override", "key", "must"),
     [
+        (INFERENCE, "tasks={source: 'a:b'}", "tasks", "no use for it"),
+        (INFERENCE, "agent.max_turns=2", "agent", "programs of their own"),
+        (INFERENCE, UPSTREAM, "gateway.upstream", "kind: online"),
+        (ONLINE, "gateway.no_key=true", "gateway.no_key", "must be false"),
+        (DPO, "gateway.port=1", "gateway", "no use for it"),
         (DPO, "preference=null", "preference", "kind: dpo needs it"),
         (DPO, "reference=null", "reference", "kind: dpo needs it"),
         (DPO, "teacher={path: t}", "teacher", "no use for it"),

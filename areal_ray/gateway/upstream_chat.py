@@ -1,0 +1,166 @@
+"""Chat Completions from the client's side: a call as a request body, and streamed chunks read."""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_ray.core.trajectory import StopReason
+from areal_ray.gateway.call import (
+    Call,
+    CalledTool,
+    CallEvent,
+    Choice,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
+from areal_ray.gateway.turn_reader import shown_tools
+
+_STOPS = {"length": StopReason.LENGTH, "tool_calls": StopReason.TOOL_CALLS}
+_PLAIN = ("max_tokens", "temperature", "top_p", "seed")
+
+
+def chat_body(call: Call, model: str) -> dict[str, Any]:
+    """The body of a streamed request for `call`; `model` is what the provider calls its model."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [_told_message(message) for message in call.messages],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    body |= {name: getattr(call, name) for name in _PLAIN if getattr(call, name) is not None}
+    if call.n > 1:
+        body["n"] = call.n
+    if call.stop:
+        body["stop"] = list(call.stop)
+    if tools := shown_tools(call):
+        is_named = call.tool_choice not in ("auto", "required")
+        named = {"type": "function", "function": {"name": call.tool_choice}}
+        body |= {"tools": tools, "tool_choice": named if is_named else call.tool_choice}
+        if not call.parallel_tool_calls:
+            body["parallel_tool_calls"] = False
+    if call.json_schema is not None:
+        schema = {"name": "reply", "schema": call.json_schema}
+        body["response_format"] = (
+            {"type": "json_schema", "json_schema": schema}
+            if call.json_schema
+            else {"type": "json_object"}
+        )
+    return body
+
+
+def _told_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    told = {name: message[name] for name in ("role", "content", "name") if name in message}
+    if "tool_call_id" in message:
+        told["tool_call_id"] = message["tool_call_id"]
+    if "tool_calls" in message:
+        told["tool_calls"] = [_told_call(call) for call in message["tool_calls"]]
+    if message.get("reasoning"):
+        told["reasoning_content"] = message["reasoning"]
+    return told
+
+
+def _told_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+
+
+@dataclass(slots=True)
+class _GatheredCall:
+    name: str
+    id: str = field(default_factory=lambda: "call" + secrets.token_hex(12))
+    """Ours: the provider's may be what a dialect cannot carry."""
+    arguments: list[str] = field(default_factory=list)
+
+    def shown(self) -> CalledTool:
+        return CalledTool(self.id, self.name, "".join(self.arguments) or "{}")
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What has come of one choice so far."""
+
+    index: int
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[_GatheredCall] = field(default_factory=list)
+    stop_reason: StopReason = StopReason.ABORT
+    """Until the provider says why it ended."""
+
+    def feed(self, choice: Mapping[str, Any]) -> list[CallEvent]:
+        """What one chunk adds.
+
+        Raises:
+            ValueError: It is not of the API's form.
+        """
+        delta = choice.get("delta") or {}
+        if not isinstance(delta, Mapping):
+            raise ValueError("its delta is no object")
+        events: list[CallEvent] = []
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+        if isinstance(reasoning, str) and reasoning:
+            self.reasoning.append(reasoning)
+            events.append(ReasoningDelta(self.index, reasoning))
+        text = delta.get("content")
+        if isinstance(text, str) and text:
+            self.text.append(text)
+            events.append(TextDelta(self.index, text))
+        calls = delta.get("tool_calls") or ()
+        if not isinstance(calls, Sequence):
+            raise ValueError("its tool_calls are no list")
+        for call in calls:
+            events += self._feed_call(call)
+        if isinstance(reason := choice.get("finish_reason"), str):
+            self.stop_reason = _STOPS.get(reason, StopReason.STOP)
+        return events
+
+    def _feed_call(self, told: Any) -> list[CallEvent]:
+        function = told.get("function") if isinstance(told, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ValueError("a tool call in it has no function")
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        index = told.get("index", len(self.calls) if name else len(self.calls) - 1)
+        if not (isinstance(name, str) and isinstance(arguments, str) and type(index) is int):
+            raise ValueError("a tool call in it is not of the API's form")
+        if index == len(self.calls) and name:
+            self.calls.append(_GatheredCall(name))
+        elif not 0 <= index < len(self.calls):
+            raise ValueError(f"a tool call in it has index {index} and no beginning")
+        else:
+            name = ""  # some providers repeat it
+        call = self.calls[index]
+        if arguments:
+            call.arguments.append(arguments)
+        return [ToolCallDelta(self.index, index, call.id, name, arguments)]
+
+    def choice(self, num_tokens: int, num_reasoning_tokens: int) -> Choice:
+        """The whole."""
+        return Choice(
+            text="".join(self.text),
+            reasoning="".join(self.reasoning),
+            tool_calls=tuple(call.shown() for call in self.calls),
+            stop_reason=self.stop_reason,
+            num_tokens=num_tokens,
+            num_reasoning_tokens=num_reasoning_tokens,
+        )
+
+    def message(self) -> dict[str, Any]:
+        """The same as a canonical message, to be recorded; {} if nothing has come."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.text)}
+        if self.calls:
+            message["tool_calls"] = [_recorded_call(call.shown()) for call in self.calls]
+        if self.reasoning:
+            message["reasoning"] = "".join(self.reasoning)
+        return message if any((self.text, self.calls, self.reasoning)) else {}
+
+
+def _recorded_call(call: CalledTool) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = call.arguments  # as it came: the record has to tell what was said
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

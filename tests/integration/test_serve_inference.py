@@ -1,0 +1,126 @@
+"""`areal-ray serve inference` as a user starts it: real SDKs, and Ctrl-C."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from areal_ray.run_listing import describe_run
+from tests.support.command_line import ROOT, clean_environment, command, descendants, is_alive
+from tests.support.gateway import TOOL
+from tests.support.sdk_clients import SHOWS_ALL
+from tests.support.tiny_models import write_tiny_model
+
+HELLO: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
+ASKED: dict[str, Any] = {"model": "any", "messages": HELLO, "max_tokens": 24}
+
+
+@dataclass
+class Served:
+    """A server that was started, and what it has said."""
+
+    child: "subprocess.Popen[str]"
+    fileroot: Path
+    lines: list[str] = field(default_factory=list)
+
+    def told(self, name: str) -> str:
+        """What follows a word at the beginning of a line, once it is there."""
+        end = time.monotonic() + 200
+        while True:
+            said = "".join(self.lines)
+            if found := re.search(rf"^{name} +(\S+)$", said, re.MULTILINE):
+                return found[1]
+            assert self.child.poll() is None, said
+            assert time.monotonic() < end, said
+            time.sleep(0.1)
+
+    def read(self) -> None:
+        """Take in all that it says."""
+        assert self.child.stdout is not None
+        self.lines += self.child.stdout
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    model = write_tiny_model(folder / "model")
+    (model / "chat_template.jinja").write_text(SHOWS_ALL)
+    words = (
+        "rollout.engine.max_context_tokens=512",
+        "rollout.sampling.logit_bias={2: -100}",  # no end of turn: replies have something in them
+        "cluster.num_cpus=2",
+    )
+    environment = clean_environment()
+    environment.pop("AREAL_RAY_API_KEY", None)
+    child = subprocess.Popen(
+        command("serve", "inference", str(model), f"cluster.fileroot={folder}", *words),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    made = Served(child, folder)
+    reader = threading.Thread(target=made.read, daemon=True)
+    reader.start()
+    try:
+        yield made
+    finally:
+        child.kill()
+        reader.join(30)
+
+
+@pytest.mark.timeout(400)
+def test_both_sdks_are_answered_until_ctrl_c(served):
+    url, key = served.told("gateway"), served.told("api key")
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        ask = client.chat.completions.create
+        plain = ask(**ASKED, temperature=0)
+        whole = ask(**ASKED, temperature=0, seed=7, tools=[TOOL])
+        chunks = list(ask(**ASKED, temperature=0, tools=[TOOL], stream=True))
+        told = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        assert "".join(told) == whole.choices[0].message.content
+        assert len([piece for piece in told if piece]) > 1
+        assert whole.usage.prompt_tokens > plain.usage.prompt_tokens  # the tools are in it
+        warm = {ask(**ASKED, temperature=2, seed=s).choices[0].message.content for s in range(3)}
+        assert len(warm) > 1
+        cold = {ask(**ASKED, temperature=0, seed=s).choices[0].message.content for s in range(3)}
+        assert cold == {plain.choices[0].message.content}
+        assert client.models.list().data[0].id == str(served.fileroot / "model")
+    with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as other:
+        with other.messages.stream(**ASKED, temperature=0) as stream:
+            pieces = list(stream.text_stream)
+        assert "".join(pieces).strip() == plain.choices[0].message.content.strip()
+    stranger = openai.OpenAI(base_url=url, api_key="another", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.chat.completions.create(**ASKED)
+
+    folder = served.fileroot / "inference"
+    end = time.monotonic() + 30
+    while f"gateway-0 {url}, 0 calls" not in describe_run(folder):
+        assert time.monotonic() < end, describe_run(folder)
+        time.sleep(0.2)
+    assert "rollout-0 version 0" in describe_run(folder)
+    below = descendants(served.child.pid)
+    os.kill(served.child.pid, signal.SIGINT)
+    assert served.child.wait(90) == 130
+    end = time.monotonic() + 20
+    while left := [pid for pid in below if is_alive(pid)]:
+        assert time.monotonic() < end, f"processes are left: {left}"
+        time.sleep(0.2)
+    said = "".join(served.lines)
+    assert "Traceback" not in said
+    assert "inference stopped: served for" in said
+    assert said.count(key) == 1
+    kept = [path for path in folder.rglob("*") if path.is_file()]
+    assert not [path for path in kept if key.encode() in path.read_bytes()]
