@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Desk:
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def __post_init__(self) -> None:
+        weakref.finalize(self, self.runner.close)
         self.restart()
 
     def restart(self) -> None:
