@@ -194,6 +194,33 @@ def report(run: Run, fileroot: Fileroot = "runs") -> None:
 
 
 @app.command()
+def lineage(
+    version: Annotated[int, typer.Argument(metavar="VERSION", min=0, help="0 = as it began.")],
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Default: the newest.")] = None,
+    fileroot: Fileroot = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Tell which groups, and which sessions of agents, shaped a version of the weights."""
+    from dataclasses import asdict
+
+    from areal_ray.run_folder import find_run, run_folders
+    from areal_ray.run_listing import describe_lineage, read_lineage
+
+    if run is None:
+        newest = run_folders(fileroot)[:1]
+        if not newest:
+            raise RecipeError(f"--run: there are no runs in {fileroot}/. Name one, or --fileroot")
+        folder = newest[0]
+    else:
+        folder = find_run(run, fileroot)
+    found = read_lineage(folder, version)
+    if as_json:
+        print(json.dumps({"run": folder.name, **asdict(found)}, indent=2))
+    else:
+        print(describe_lineage(folder, found))
+
+
+@app.command()
 def schema(
     output: Annotated[Path | None, typer.Option(help="File to write; else printed.")] = None,
 ) -> None:
