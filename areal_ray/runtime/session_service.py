@@ -127,7 +127,7 @@ class SessionService:
             events: All of its ledger's journal, from before this resumption.
             step: Steps that its checkpoint holds.
         """
-        ends = _ends(events, step)
+        ends = ends_of(events, step)
         for delivery, (verb, fact) in ends:
             if verb != "hand_back":
                 self._known.update(delivery.sessions)
@@ -174,7 +174,9 @@ class SessionService:
                 del outbox.notes[: len(notes)]
 
 
-def _ends(events: Iterable[Mapping[str, Any]], step: int) -> list[tuple[Delivery, tuple[str, str]]]:
+def ends_of(
+    events: Iterable[Mapping[str, Any]], step: int
+) -> list[tuple[Delivery, tuple[str, str]]]:
     """What became of each group of sessions, as of the checkpoint after `step`: verb and fact."""
     of_group: dict[str, Delivery] = {}
     ends: dict[str, tuple[Delivery, tuple[str, str]]] = {}

@@ -11,9 +11,11 @@ import asyncio
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
 from areal_ray.agents import Task
@@ -22,6 +24,8 @@ from recipes.calculator.tasks import train
 
 _CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 _ASK_AGAIN_S = 0.2
+_TRIES = 8
+"""After the first: a gateway that restarts is back within seconds."""
 
 
 class Program:
@@ -60,13 +64,20 @@ class Program:
                 return list(started["sessions"])
 
     async def _attempt(self, task: Task, session: dict[str, str]) -> None:
-        client = self._admin.with_options(api_key=session["api_key"], max_retries=8)
-        answer = await _solve(task, client)
-        reward = float(answer.strip() == task.answer)
-        await client.post("/rl/set_reward", cast_to=object, body={"reward": reward})
-        await client.post("/rl/end_session", cast_to=object, body={})
+        client = self._admin.with_options(api_key=session["api_key"], max_retries=_TRIES)
+        name = session["session_id"]
+        try:
+            answer = await _solve(task, client)
+            reward = float(answer.strip() == task.answer)
+            # With an id of its own a request may be sent again: it counts once.
+            for verb, told in (("set_reward", {"reward": reward}), ("end_session", {})):
+                body = {**told, "request_id": f"{name}/{verb}"}
+                await client.post(f"/rl/{verb}", cast_to=object, body=body)
+        except openai.APIError as error:  # this attempt is lost, the next may go well
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            return
         if self._log is not None:
-            told = {"session": session["session_id"], "reward": reward}
+            told = {"session": name, "reward": reward}
             self._log.write(json.dumps(told) + "\n")
             self._log.flush()
 
@@ -86,8 +97,18 @@ async def _solve(task: Task, client: openai.AsyncOpenAI) -> str:
 
 
 async def _ask(client: openai.AsyncOpenAI, messages: list[Any]) -> str:
-    reply = await client.chat.completions.create(model="policy", messages=messages)
-    return reply.choices[0].message.content or ""
+    for again in range(_TRIES + 1):
+        try:
+            said = ""
+            asked: dict[str, Any] = {"model": "policy", "messages": messages, "stream": True}
+            async for chunk in await client.chat.completions.create(**asked):
+                said += chunk.choices[0].delta.content or "" if chunk.choices else ""
+            return said
+        except httpx.TransportError as error:  # the SDK does not take up a stream that broke off
+            if again == _TRIES:
+                raise openai.APIConnectionError(request=error.request) from error
+            await asyncio.sleep(_ASK_AGAIN_S)
+    raise AssertionError("the last try returns or raises")
 
 
 async def main() -> None:

@@ -47,8 +47,8 @@ async def started(replica: Replica, **body: Any) -> Any:
 
 async def asked(replica: Replica, key: str, messages: Any = HELLO, **options: Any) -> Any:
     """One call with the SDK."""
-    async with replica.client(key) as client:
-        return await client.chat.completions.create(model="m", messages=messages, **options)
+    client = replica.client(key)  # a stream needs it beyond this call
+    return await client.chat.completions.create(model="m", messages=messages, **options)
 
 
 def test_an_sdk_agent_with_a_session_key_becomes_a_trajectory(tmp_path):

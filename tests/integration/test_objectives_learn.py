@@ -19,6 +19,7 @@ from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
 from tests.support.needs import needs_deepspeed
+from tests.support.online import agent_program, complaints_of, sessions_trained
 from tests.support.vllm_process import engine_process_below
 from tests.support.whole_runs import (
     ROOT,
@@ -93,6 +94,29 @@ def test_another_objective_lifts_it_by_twenty_five_points(runs: Runs, name: str)
 def test_another_train_engine_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
     shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
     assert lifted(runs, STEPS, *shorter, *TRAIN_ENGINES[name]) >= 0.25
+
+
+def test_the_demo_learns_online_from_an_agent_program_of_openais_sdk(runs: Runs) -> None:
+    """As it does in process: no request of the program's fails while weights are swapped."""
+    steps = 8
+    overrides = [f"cluster.fileroot={runs.folder}", f"steps={steps}", "telemetry.console=off"]
+    constant = "learner.optimizer.lr_scheduler_type=constant"
+    handle = launch(ROOT / "recipes/online/calculator.yaml", [*overrides, constant])
+    log = runs.folder / "online.jsonl"
+    with agent_program(handle, log):
+        summary = handle.wait(PATIENCE_S)
+        complaints = complaints_of(log)
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", steps, steps)
+    assert not complaints
+    assert summary.staleness.max <= 2
+    assert assert_books_balance(handle.folder)["trained"] == 32 * steps
+    taken = sessions_trained(handle.folder)
+    assert len(set(taken)) == len(taken) == 8 * 32 * steps
+    rewards = [row["reward/mean"] for row in read_rows(handle.folder / METRICS_FILE)]
+    assert sum(rewards[-2:]) / 2 - rewards[0] >= 0.2, rewards
+    key = handle.gateway.admin_key
+    told = [path for path in handle.folder.rglob("*") if path.is_file()]
+    assert not [path for path in told if key.encode() in path.read_bytes()]
 
 
 @pytest.mark.skipif(

@@ -163,7 +163,7 @@ class Replica:
             aiohttp.ClientSession() as client,
             client.post(self.url + path, json=body, headers=auth) as answer,
         ):
-            return answer.status, json.loads(await answer.read()), dict(answer.headers)
+            return answer.status, json.loads(await answer.read()), answer.headers
 
     async def stop(self) -> None:
         """No more calls; what is open ends."""

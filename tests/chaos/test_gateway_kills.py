@@ -1,0 +1,117 @@
+"""The gateway and its agents are killed amid episodes: what was sealed trains, and once."""
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from areal_ray import launch
+from areal_ray.core.journal import read_ledger
+from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.sessions import Sessions, SessionsConfig
+from areal_ray.gateway.template import ChatTemplate
+from tests.support.online import RECIPE, acknowledged, agent_program, sessions_trained
+from tests.support.whole_runs import (
+    PATIENCE_S,
+    Runs,
+    assert_books_balance,
+    pid_of,
+    steps_of,
+    until,
+    until_step,
+)
+
+STEPS = 12
+PROGRAM = ("--groups", "8", "--group-size", "4")
+
+
+def start(runs: Runs, name: str, *overrides: str, **how: Any) -> Any:
+    """A small online run over the tiny model."""
+    return launch(
+        RECIPE,
+        [
+            f"name={name}",
+            f"cluster.fileroot={runs.folder}",
+            f"model={{path: {runs.folder}/tiny}}",
+            f"steps={STEPS}",
+            "admission={groups_per_step: 4, n_samples: 4, min_scored_samples: 1}",
+            "gateway.sessions.idle_timeout_s=5",
+            "checkpoint.every_steps=2",
+            "learner.ppo_n_minibatches=1",
+            "telemetry.console=off",
+            *overrides,
+        ],
+        **how,
+    )
+
+
+def unaccounted(folder: Path, model: Path, sessions: list[str]) -> set[str]:
+    """Of these sessions, those that were neither trained nor rejected with a reason, and that the
+    gateway's journal does not hold either."""
+    template = ChatTemplate.from_folder(str(model))
+    held = Sessions(
+        SessionsConfig(),
+        lambda: Recorder(template),
+        folder / "journal",
+        name="0",
+        admin_key_hash=b"",
+    )
+    known = set(held.book.sessions) | {name for name, past in held.book.past.items() if past.reason}
+    held.close()
+    return set(sessions) - known - set(sessions_trained(folder))
+
+
+def test_no_sealed_session_is_lost_or_trained_twice_whoever_is_killed(runs: Runs) -> None:
+    handle = start(runs, "gateway-killed")
+    log = runs.folder / "gateway-killed-sessions.jsonl"
+    try:
+        with agent_program(handle, log, *PROGRAM) as program:
+            until_step(handle, 2)
+            os.kill(pid_of("gateway-killed", "gateway-0"), signal.SIGKILL)
+            until_step(handle, 5)
+            program.kill()  # amid its episodes
+        with agent_program(handle, log, *PROGRAM):
+            until_step(handle, 7)
+            os.kill(pid_of("gateway-killed", "gateway-0"), signal.SIGKILL)
+            summary = handle.wait(PATIENCE_S)
+    finally:
+        handle.stop()
+    assert (summary.outcome, summary.steps) == ("finished", STEPS)
+    assert any("gateway-0" in line and "back" in line for line in summary.replaced)
+    assert_books_balance(handle.folder)
+    twice = [name for name, count in Counter(sessions_trained(handle.folder)).items() if count > 1]
+    assert not twice
+    sealed = acknowledged(log)
+    assert len(set(sealed)) == len(sealed) > 4 * 4 * STEPS / 2
+    assert not unaccounted(handle.folder, runs.folder / "tiny", sealed)
+
+
+def test_a_resumed_run_takes_up_the_sessions_that_its_checkpoint_does_not_hold(runs: Runs) -> None:
+    log = runs.folder / "online-resumed-sessions.jsonl"
+    handle = start(runs, "online-resumed", "checkpoint.every_steps=3")
+    with agent_program(handle, log, *PROGRAM):
+        until_step(handle, 5)  # two steps that no checkpoint holds
+        os.kill(pid_of("online-resumed", "learner-0"), signal.SIGKILL)
+        until(lambda: not handle.status().is_running, "the end of the run without a learner")
+    taken = steps_of(handle.folder)[-1]
+    url = handle.gateway.url
+    again = start(runs, "online-resumed", "checkpoint.every_steps=3", resume=True)
+    with agent_program(again, log, *PROGRAM):
+        summary = again.wait(PATIENCE_S)
+    assert (summary.outcome, summary.steps) == ("finished", STEPS)
+    assert again.gateway.url == url
+    assert_books_balance(again.folder, resumed=True)
+    of_step: dict[int, list[str]] = {}
+    of_group: dict[str, list[str]] = {}
+    for event in read_ledger(again.folder / "journal"):
+        if event["event"] == "committed":
+            of_group[event["group"]] = event["sessions"]
+        elif event["event"] == "trained":
+            of_step[event["step"]] = [s for group in event["groups"] for s in of_group[group]]
+    last = [session for sessions in of_step.values() for session in sessions]
+    assert len(set(last)) == len(last) == 4 * 4 * STEPS
+    forgotten = set(sessions_trained(again.folder)) - set(last)
+    assert taken >= 5
+    assert not unaccounted(again.folder, runs.folder / "tiny", [*acknowledged(log), *forgotten])
+    assert not forgotten, "sessions of forgotten steps were not taken again"

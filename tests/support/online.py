@@ -1,0 +1,56 @@
+"""Online runs in tests: their gateway, and the agent program of the recipe in its own process."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_ray.core.journal import read_ledger
+from tests.support.whole_runs import PATIENCE_S, ROOT
+
+RECIPE = ROOT / "recipes/online/calculator.yaml"
+
+
+@contextmanager
+def agent_program(handle: Any, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The recipe's program at the gateway of a run; `log` gets its sessions and what it complains
+    of."""
+    access = handle.wait_for_gateway(PATIENCE_S)
+    command = [sys.executable, "-m", "recipes.online.openai_agent", access.url, "--log", str(log)]
+    environment = {**os.environ, "AREAL_RAY_ADMIN_KEY": access.admin_key}
+    with log.with_suffix(".err").open("ab") as complaints:
+        program = subprocess.Popen(
+            [*command, *options], cwd=ROOT, env=environment, stderr=complaints
+        )
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.wait()
+
+
+def complaints_of(log: Path) -> str:
+    """All that programs with this log wrote to stderr."""
+    return log.with_suffix(".err").read_text(encoding="utf-8")
+
+
+def acknowledged(log: Path) -> list[str]:
+    """Sessions whose end the gateway has acknowledged to a program."""
+    whole = log.read_text(encoding="utf-8").rpartition("\n")[0]
+    return [json.loads(line)["session"] for line in whole.splitlines()]
+
+
+def sessions_trained(folder: Path) -> list[str]:
+    """Sessions that the run trained on, once for each time."""
+    of_group: dict[str, list[str]] = {}
+    found: list[str] = []
+    for event in read_ledger(folder / "journal"):
+        if event["event"] == "committed":
+            of_group[event["group"]] = event["sessions"]
+        elif event["event"] == "trained":
+            found += [session for group in event["groups"] for session in of_group[group]]
+    return found

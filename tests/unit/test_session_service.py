@@ -1,0 +1,84 @@
+"""What a run that goes on tells its gateways of their sessions, from its ledger's journal."""
+
+from typing import Any
+
+from areal_ray.core.ledger import Lease, Ledger
+from areal_ray.core.task import Task
+from areal_ray.runtime.session_service import ends_of
+
+
+def committed(group: str, *sessions: str) -> dict[str, Any]:
+    return {
+        "event": "committed",
+        "group": group,
+        "sessions": list(sessions),
+        "session_group": f"g-0-{sessions[0]}",
+    }
+
+
+def trained(step: int, *groups: str) -> dict[str, Any]:
+    return {"event": "trained", "step": step, "groups": list(groups)}
+
+
+def told(events: list[dict[str, Any]], step: int) -> dict[str, tuple[str, str]]:
+    """Verb and fact by session."""
+    return {
+        session: end for delivery, end in ends_of(events, step) for session in delivery.sessions
+    }
+
+
+def test_what_the_checkpoint_holds_is_trained_and_what_it_does_not_is_offered_again():
+    events = [
+        committed("0/slot-0/0", "a", "b"),
+        committed("0/slot-1/0", "c"),
+        committed("0/slot-2/0", "d"),
+        committed("0/slot-3/0", "e"),
+        trained(1, "0/slot-0/0"),
+        {"event": "dropped", "group": "0/slot-3/0", "reason": "too_stale"},
+        trained(2, "0/slot-1/0"),
+    ]
+    assert told(events, 1) == {
+        "a": ("trained", "1"),
+        "b": ("trained", "1"),
+        "c": ("hand_back", ""),
+        "d": ("hand_back", ""),
+        "e": ("rejected", "too_stale"),
+    }
+
+
+def test_a_step_that_an_earlier_resumption_forgot_counts_for_nothing():
+    events = [
+        committed("0/slot-0/0", "a"),
+        trained(1, "0/slot-0/0"),
+        committed("0/slot-1/0", "b"),
+        trained(2, "0/slot-1/0"),
+        {"event": "resumed", "step": 1, "version": 1},
+        committed("0/slot-1/0", "c"),
+        trained(2, "0/slot-1/0"),
+    ]
+    assert told(events, 2) == {
+        "a": ("trained", "1"),
+        "b": ("hand_back", ""),
+        "c": ("trained", "2"),
+    }
+
+
+def test_groups_without_sessions_are_nobodys_business():
+    events = [{"event": "committed", "group": "0/t/0"}, trained(1, "0/t/0")]
+    assert told(events, 1) == {}
+    assert told([{"event": "failed", "group": "0/t/1", "reason": "x"}], 0) == {}
+
+
+def test_who_follows_a_ledger_hears_of_each_end_after_the_journal():
+    heard: list[tuple[str, str]] = []
+    ledger = Ledger(lambda event: heard.append(("journal", event["event"])))
+    ledger.follow(lambda event: heard.append(("follower", event["event"])))
+    lease = Lease(0, Task("t", ()), 0, 0)
+    ledger.reserve(lease)
+    ledger.lease(lease.group_id)
+    ledger.commit(lease.group_id, {})
+    ledger.train([lease.group_id], 1)
+    assert heard == [
+        *(("journal", "committed"), ("follower", "committed")),
+        *(("journal", "trained"), ("follower", "trained")),
+    ]
