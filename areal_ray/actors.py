@@ -21,7 +21,8 @@ from areal_ray.errors import DeadlineExceeded
 from areal_ray.recipe import Recipe
 from areal_ray.runtime.agent_actor import AgentActor
 from areal_ray.runtime.cluster import Connection
-from areal_ray.runtime.fleet import Fleet, call, spawn, unheard
+from areal_ray.runtime.elastic import ElasticFleet
+from areal_ray.runtime.fleet import Fleet, Seat, call, spawn, unheard
 from areal_ray.runtime.gateway_config import GatewayConfig, SessionTerms
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
@@ -95,26 +96,43 @@ class ActorGraph:
             check=check,
         )
         self._fleets: list[Fleet] = []
+        self._elastic: list[ElasticFleet] = []
         self._token = uuid4().hex[:6]
 
     # Fleets: spawned at once, loading side by side
 
     def _fleet(self, role: str, cls: type, make: Callable[[int, str], dict[str, Any]]) -> Fleet:
         """One actor for each seat of a role; `make` gives the constructor's arguments."""
-        restarts = 0 if cls in (LearnerActor, ParamSyncActor) else -1
-        handles = {}
-        for index, (name, seat) in enumerate(self._reservation.seats(role).items()):
-            handles[name] = spawn(
-                cls,
-                name=self._spawned_name(name),
-                seat=seat,
-                restarts=restarts,
-                max_concurrency=_MANY_CALLS,
-                arguments=make(index, name),
-            )
+        seats = enumerate(self._reservation.seats(role).items())
+        handles = {
+            name: self._spawn(cls, name, seat, make(index, name)) for index, (name, seat) in seats
+        }
         fleet = Fleet(role, handles)
         self._fleets.append(fleet)
         return fleet
+
+    def _spawn(self, cls: type, name: str, seat: Seat, arguments: dict[str, Any]) -> Any:
+        return spawn(
+            cls,
+            name=self._spawned_name(name),
+            seat=seat,
+            restarts=0 if cls in (LearnerActor, ParamSyncActor) else -1,
+            max_concurrency=_MANY_CALLS,
+            arguments=arguments,
+        )
+
+    def _elastic_fleet(
+        self, fleet: Fleet, cls: type, arguments: Callable[[str], dict[str, Any]]
+    ) -> ElasticFleet:
+        """The fleet as one that can grow by further actors of its class."""
+        made = ElasticFleet(
+            fleet,
+            self._reservation.seats(fleet.role),
+            lambda name, seat: self._spawn(cls, name, seat, arguments(name)),
+            self.recipe.deadlines,
+        )
+        self._elastic.append(made)
+        return made
 
     def _spawned_name(self, name: str) -> str:
         # Two runs of one name may share a cluster, in folders of their own.
@@ -146,7 +164,7 @@ class ActorGraph:
                 "model_path": self.begin.model_path,
                 "config": self.recipe.rollout,
                 "version": self.begin.version,
-                "lora": self._lora(),
+                "lora": _lora_setup(self.recipe, self.begin),
                 "sync": self._spawned_name(PARAM_SYNC) if self.recipe.parts.trains else "",
                 "pinned": pinned,
             },
@@ -154,20 +172,8 @@ class ActorGraph:
 
     def agents(self, role: str, rollouts: Fleet, sampling: SamplingConfig) -> Fleet:
         """Agent actors that sample from `rollouts`."""
-        return self._fleet(
-            role,
-            AgentActor,
-            lambda index, name: {
-                "name": name,
-                "model_path": self.begin.model_path,
-                "config": self.recipe.agent,
-                "sampling": sampling,
-                "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
-                "context_tokens": self.recipe.rollout.engine.max_context_tokens,
-                "search": self.roots,
-                "run_folder": str(self.recipe.folder.resolve()),
-            },
-        )
+        make = self._agent_arguments(rollouts, sampling)
+        return self._fleet(role, AgentActor, lambda index, name: make(name))
 
     def gateways(
         self,
@@ -192,26 +198,50 @@ class ActorGraph:
                 "sampling": sampling,
                 "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
                 "folder": self.journal,
-                "run_folder": str(self.recipe.folder.resolve()),
                 "key_hash": key_hash,
                 "terms": terms,
                 "context_tokens": self.recipe.rollout.engine.max_context_tokens,
-                "seed": self.recipe.seed,
             },
         )
 
     def rewards(self) -> Fleet:
         """Reward actors."""
-        return self._fleet(
-            "reward",
-            RewardActor,
-            lambda index, name: {
-                "name": name,
-                "config": self.recipe.scoring,
-                "search": self.roots,
-                "journal": self.journal,
-            },
-        )
+        return self._fleet("reward", RewardActor, lambda index, name: self._reward_arguments(name))
+
+    def scalable(
+        self, agents: Fleet, rollouts: Fleet, rewards: Fleet | None
+    ) -> dict[str, ElasticFleet]:
+        """The fleets that may grow and shrink while a run trains, by role."""
+        fleets = {}
+        if not self.recipe.parts.serves:  # gateways keep their number: sessions are spread over it
+            make = self._agent_arguments(rollouts, self.recipe.rollout.sampling)
+            fleets[agents.role] = self._elastic_fleet(agents, AgentActor, make)
+        if rewards is not None:
+            fleets[rewards.role] = self._elastic_fleet(rewards, RewardActor, self._reward_arguments)
+        return fleets
+
+    def _agent_arguments(
+        self, rollouts: Fleet, sampling: SamplingConfig
+    ) -> Callable[[str], dict[str, Any]]:
+        replicas = {short: self._spawned_name(short) for short in rollouts.names()}
+        return lambda name: {
+            "name": name,
+            "model_path": self.begin.model_path,
+            "config": self.recipe.agent,
+            "sampling": sampling,
+            "replicas": replicas,
+            "context_tokens": self.recipe.rollout.engine.max_context_tokens,
+            "search": self.roots,
+            "run_folder": str(self.recipe.folder.resolve()),
+        }
+
+    def _reward_arguments(self, name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "config": self.recipe.scoring,
+            "search": self.roots,
+            "journal": self.journal,
+        }
 
     def learners(self, total_steps: int) -> Fleet:
         """The learner's ranks; they meet in wait_until_loaded()."""
@@ -226,11 +256,11 @@ class ActorGraph:
             num_ranks=recipe.learner.ranks,
             resume_from=self.begin.checkpoint,
             journal=self.journal,
-            versions=self._versions_folder(),
+            versions=_versions_folder(self.recipe),
             sft=recipe.sft,
             pairs=_pair_task(recipe),
             distillation=_distillation(recipe),
-            lora=self._lora(),
+            lora=_lora_setup(self.recipe, self.begin),
             import_roots=tuple(self.roots),
             probe_tokens=_probe_tokens(recipe),
             seed=recipe.seed,
@@ -240,21 +270,6 @@ class ActorGraph:
             LearnerActor,
             lambda index, name: {"name": name, "rank": index, "setup": setup},
         )
-
-    def _lora(self) -> LoraSetup | None:
-        config, seed = self.recipe.model.lora, derive_seed(self.recipe.seed, "lora")
-        if config is None:
-            return None
-        return LoraSetup(config=config, seed=seed, folder=self.begin.checkpoint)
-
-    def _versions_folder(self) -> str:
-        """Where versions are published through, made here: a learner that does not find it there
-        has another disk under that path."""
-        if self.recipe.weights.transport != "disk":
-            return ""
-        folder = (self.recipe.folder / VERSIONS_FOLDER).resolve()
-        prepare_folder(folder)
-        return str(folder)
 
     async def wait_until_loaded(self, learners: Fleet | None) -> None:
         """Every actor answers, the learner's ranks have met."""
@@ -299,7 +314,26 @@ class ActorGraph:
         """End every actor, the last started first, and give back what was reserved."""
         for fleet in reversed(self._fleets):
             fleet.kill()
+        for elastic in self._elastic:
+            elastic.release()
         self._reservation.release()
+
+
+def _lora_setup(recipe: Recipe, begin: StartPoint) -> LoraSetup | None:
+    config, seed = recipe.model.lora, derive_seed(recipe.seed, "lora")
+    if config is None:
+        return None
+    return LoraSetup(config=config, seed=seed, folder=begin.checkpoint)
+
+
+def _versions_folder(recipe: Recipe) -> str:
+    """Where versions are published through, made here: a learner that does not find it there has
+    another disk under that path."""
+    if recipe.weights.transport != "disk":
+        return ""
+    folder = (recipe.folder / VERSIONS_FOLDER).resolve()
+    prepare_folder(folder)
+    return str(folder)
 
 
 def _probe_tokens(recipe: Recipe) -> int:

@@ -40,6 +40,7 @@ from areal_ray.runtime.services import (
 )
 from areal_ray.runtime.session_service import SessionService
 from areal_ray.runtime.supervisor import Supervisor
+from areal_ray.scaling import Scaling
 from areal_ray.telemetry.waits import WaitBoard
 
 
@@ -51,10 +52,8 @@ async def start_rl(
     *,
     admin_key_hash: bytes = b"",
 ) -> Run:
-    """Every actor of a run with rollouts, loaded and introduced to each other.
-
-    `admin_key_hash`: of kind online, what the gateways know the admin key by.
-    """
+    """Every actor of a run with rollouts, loaded and introduced to each other; the gateways of
+    kind online know the admin key by `admin_key_hash`."""
     recipe, begin = graph.recipe, graph.begin
     assert recipe.admission is not None
     for caution in recipe.cautions:
@@ -68,18 +67,12 @@ async def start_rl(
     evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
     own = evaluation.fleets if evaluation is not None else []
     await graph.wait_until_loaded(learners)
-    names = learners.names()
-    await call(
-        PARAM_SYNC,
-        sync_handle.set_members.remote(learners.handles[names[0]], rollouts.handles),
-    )
+    first = learners.handles[learners.names()[0]]
+    await call(PARAM_SYNC, sync_handle.set_members.remote(first, rollouts.handles))
     tracker = Tracker()
     admission = recipe.admission
     service = await _agent_service(graph, agents, tracker, ledger)
-    learner = LearnerService(
-        learners, num_minibatches=recipe.learner.ppo_n_minibatches, seed=recipe.seed,
-        ranks_per_share=recipe.learner.engine.ranks_per_share,
-    )  # fmt: skip
+    learner = _learner_service(recipe, learners)
     run = Run(
         steps=recipe.steps,
         step=begin.step,
@@ -100,17 +93,13 @@ async def start_rl(
         sync=sync,
         evaluation=evaluation,
         bounds=_bounds(recipe, learner, sync, evaluation, records),
-        checkpoints=CheckpointService(
-            recipe.folder,
-            recipe.checkpoint,
-            learner,
-            told=service.saved if isinstance(service, SessionService) else lambda step: None,
-        ),
+        checkpoints=_checkpoints(recipe, learner, service),
         supervisor=Supervisor(rollouts, [agents, *([] if rewards is None else [rewards]), *own]),
         records=records,
         waits=waits,
         tracker=tracker,
         secrets=environment_secrets(),
+        scaling=Scaling(recipe.folder, graph.scalable(agents, rollouts, rewards), records.event),
     )
     if begin.state:
         run.load_state_dict(begin.state)
@@ -135,6 +124,25 @@ def _bounds(
         last_step=recipe.steps,
         evaluated=records.evaluated,
     )
+
+
+def _learner_service(recipe: Recipe, learners: Fleet) -> LearnerService:
+    config = recipe.learner
+    return LearnerService(
+        learners,
+        num_minibatches=config.ppo_n_minibatches,
+        seed=recipe.seed,
+        ranks_per_share=config.engine.ranks_per_share,
+    )
+
+
+def _checkpoints(
+    recipe: Recipe, learner: LearnerService, service: AgentService | SessionService
+) -> CheckpointService:
+    """Checkpoints, of which the sessions of kind online hear."""
+    if isinstance(service, SessionService):
+        return CheckpointService(recipe.folder, recipe.checkpoint, learner, told=service.saved)
+    return CheckpointService(recipe.folder, recipe.checkpoint, learner)
 
 
 def _agents(graph: ActorGraph, rollouts: Fleet, admin_key_hash: bytes) -> Fleet:

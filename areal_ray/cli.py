@@ -181,6 +181,21 @@ def status(
 
 
 @app.command()
+def scale(
+    run: Run,
+    sizes: Annotated[list[str], typer.Argument(metavar="ROLE=COUNT", help="As agent=8.")],
+    fileroot: Fileroot = "runs",
+    patience_s: Annotated[float, typer.Option(help="How long to wait for it.")] = 600.0,
+) -> None:
+    """Change how many agent or reward actors a run has, while it goes on."""
+    from areal_ray.control import ask_to_scale, read_sizes
+    from areal_ray.run_folder import find_run
+
+    asked = read_sizes(sizes)
+    print(ask_to_scale(find_run(run, fileroot), asked, patience_s=patience_s))
+
+
+@app.command()
 def report(run: Run, fileroot: Fileroot = "runs") -> None:
     """Write report.html anew from the records of a run, and print its summary."""
     from areal_ray.run_folder import find_run
@@ -206,18 +221,11 @@ def lineage(
     from areal_ray.run_folder import find_run, run_folders
     from areal_ray.run_listing import describe_lineage, read_lineage
 
-    if run is None:
-        newest = run_folders(fileroot)[:1]
-        if not newest:
-            raise RecipeError(f"--run: there are no runs in {fileroot}/. Name one, or --fileroot")
-        folder = newest[0]
-    else:
-        folder = find_run(run, fileroot)
+    newest = [] if run else run_folders(fileroot)[:1]
+    folder = newest[0] if newest else find_run(run or "", fileroot)
     found = read_lineage(folder, version)
-    if as_json:
-        print(json.dumps({"run": folder.name, **asdict(found)}, indent=2))
-    else:
-        print(describe_lineage(folder, found))
+    told = json.dumps({"run": folder.name, **asdict(found)}, indent=2)
+    print(told if as_json else describe_lineage(folder, found))
 
 
 @app.command()

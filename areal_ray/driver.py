@@ -11,6 +11,7 @@
     evaluate  a committed version -> held-out tasks on a replica of its own, beside training
               waits for versions pinned by learn()
     watch     actors that died or came back -> why, in a line; one that is gone for good ends it all
+              how many there are to be (`areal-ray scale`) -> more of them, or fewer
 
 Every admitted group ends once (core/ledger.py): trained, dropped or failed. When an actor dies,
 collect() sees it as ActorLost: the group fails, its task goes back to the stream, its admission
@@ -53,6 +54,8 @@ async def train(run: Run) -> None:
                 await run.until_stopped(asyncio.shield(evaluator))
         evaluator.cancel()
         watcher.cancel()
+    if run.scaling is not None:
+        run.scaling.close()
     if not run.stopping.is_set():
         await look(run)  # an actor that came back for the last steps alone is told of too
 
@@ -207,6 +210,8 @@ async def watch(run: Run) -> None:
         gone = await look(run)
         if gone:
             raise ActorLost(gone)
+        if run.scaling is not None:
+            run.scaling.look()
         await asyncio.sleep(run.watch_every_s)
 
 
@@ -217,7 +222,8 @@ async def look(run: Run) -> str:
         run.records.event(redact(event, run.secrets))
     run.records.returned(seen.returns)
     run.records.fleet(seen.reading)
-    run.records.status(run.counts(), run.services(seen))
+    sizes = {} if run.scaling is None else run.scaling.sizes()
+    run.records.status(run.counts(), run.services(seen), sizes)
     return redact(seen.gone, run.secrets)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_ray.agents.episode import check_agent
+from areal_ray.agent_check import check_agent_section, unwritable_task
 from areal_ray.agents.task_stream import TasksConfig, fit_prompts, load_tasks
 from areal_ray.core.context_window import LARGEST_TOKENS
 from areal_ray.core.imports import resolve
@@ -278,10 +278,7 @@ def _create_problems(recipe: Recipe) -> Iterator[str]:
 def _code_problems(recipe: Recipe) -> Iterator[str]:
     roots = recipe.import_roots
     if recipe.parts.samples and (recipe.evaluation is not None or not recipe.parts.serves):
-        agent = recipe.agent
-        yield from _caught(
-            "agent", lambda: check_agent(resolve(agent.run, roots, where="agent.run"), agent)
-        )
+        yield from _caught("agent", lambda: check_agent_section(recipe.agent, roots))
     reward = recipe.reward
     if reward is not None:
         yield from _caught(
@@ -331,6 +328,9 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
         source = f"{where}.source: {config.source}"
         yield from _message_problems(source, given)
         yield from _sending_problems(source, given)
+        told = unwritable_task(recipe.agent, given) if recipe.parts.samples else None
+        if told is not None:
+            yield f"{source}: {told}."
     if loaded and (Path(recipe.model_path) / "config.json").is_file():  # else nothing to count with
         yield from _caught("model.path", lambda: _count(recipe, loaded))
 

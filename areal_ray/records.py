@@ -135,13 +135,17 @@ class Records:
         self._progress.on_event(text)
 
     def status(
-        self, counts: Mapping[str, int], services: Mapping[str, Mapping[str, str]] | None = None
+        self,
+        counts: Mapping[str, int],
+        services: Mapping[str, Any] | None = None,
+        actors: Mapping[str, str] | None = None,
     ) -> None:
-        """What goes on now: for the display, and for `areal-ray status` beside the run."""
+        """What goes on now, for the display and for `areal-ray status` beside the run; `actors`
+        says how many there are of each role that may be scaled."""
         view = StatusView(waits=self._waits.by_role(), counts=counts)
         self._progress.on_status(view)
         told = {**self._shown, "waits": dict(view.waits), "counts": dict(counts)}
-        told["services"] = {name: dict(actors) for name, actors in (services or {}).items()}
+        told |= {"services": services or {}} | ({"actors": dict(actors)} if actors else {})
         self._write_status(told | ({"set aside": dict(self._aside)} if self._aside else {}))
 
     def fleet(self, reading: FleetReading | None) -> None:
@@ -219,14 +223,7 @@ class Records:
     def compared(self, step: int, seen: PairEvaluation) -> None:
         """Held-out pairs were looked at."""
         self._log.log(step, 0, seen.metrics(), kind="eval")
-        view = EvalView(
-            step=step,
-            accuracy=seen.accuracy,
-            episodes=seen.num_pairs,
-            wall_s=seen.seconds,
-            unit="pairs",
-        )
-        self._progress.on_eval(view)
+        self._progress.on_eval(_pairs_view(step, seen))
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
@@ -310,3 +307,13 @@ class Records:
     def close(self) -> None:
         """Make sure that rows stay."""
         self._log.close()
+
+
+def _pairs_view(step: int, seen: PairEvaluation) -> EvalView:
+    return EvalView(
+        step=step,
+        accuracy=seen.accuracy,
+        episodes=seen.num_pairs,
+        wall_s=seen.seconds,
+        unit="pairs",
+    )

@@ -34,6 +34,7 @@ from areal_ray.runtime.services import (
 )
 from areal_ray.runtime.session_service import SessionService
 from areal_ray.runtime.supervisor import Look, Supervisor
+from areal_ray.scaling import Scaling
 from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.waits import WaitBoard
 
@@ -149,6 +150,7 @@ class Run(LearnerRun):
     bounds: BoundsService | None = None
     """None where nothing is judged before it is promoted."""
     telemetry: TelemetryConfig
+    scaling: Scaling | None = None
     secrets: frozenset[str] = frozenset()
     """What no file may hold: a reason may quote what user code was given."""
 

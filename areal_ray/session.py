@@ -109,6 +109,7 @@ class Session:
         self._folder.begin(shown, resume=resume, overwrite=overwrite)
         self.error: BaseException | None = None
         self._progress = progress or open_progress(recipe.telemetry)
+        self.tell = self._progress.on_event  # no file has what it shows
         self._resume = resume
         self._connection = connection
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,8 +122,7 @@ class Session:
         self._state: LearnerRun | None = None
         self._begin_point: StartPoint | None = None
         self._maker: Session | None = None
-        self.gateway: GatewayAccess | None = None
-        """Of kind online, once it serves."""
+        self.gateway: GatewayAccess | None = None  # of kind online, once it serves
 
     def stop(self) -> None:
         """End soon; may be called from any thread, at any time."""
@@ -132,10 +132,6 @@ class Session:
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loops have ended, the report is written
                 self._loop.call_soon_threadsafe(self._stopping.set)
-
-    def tell(self, text: str) -> None:
-        """Show a text on the display; no file has it."""
-        self._progress.on_event(text)
 
     def run(self) -> Summary:
         """To the end, whatever it is; `error` is what it failed with."""
@@ -155,8 +151,7 @@ class Session:
                 self._connection = connect(
                     recipe.cluster, recipe.scheduler, recipe.deadlines, self._check_stop
                 )
-            tell = self._progress.on_event
-            make_model(recipe, self._train_first, tell=tell, check=self._check_stop)
+            make_model(recipe, self._train_first, tell=self.tell, check=self._check_stop)
             asyncio.run(self._run_loops(self._connection))
             return "stopped" if self._stop_asked else "finished"
         except _StoppedBefore:
@@ -233,10 +228,7 @@ class Session:
     async def _rl(self, graph: ActorGraph, begin: StartPoint) -> None:
         ledger, journal = ledger_of(self.recipe)
         records = self._open_records(begin, ledger)
-        key = admin_key() if self.recipe.parts.serves else ""
-        run: Run = await start_rl(graph, records, self._waits, ledger, admin_key_hash=hash_key(key))
-        if isinstance(run.agents, SessionService):
-            self.gateway = GatewayAccess(tuple(run.agents.urls.values()), key)
+        run, self.gateway = await _start_rl(graph, records, self._waits, ledger)
         run.stopping, self._state = self._stopping_event(), run
         self._begin(run.steps, begin)
         records.begin()
@@ -335,6 +327,17 @@ class Session:
         report = report_on(folder, self._progress) if records is not None else None
         self._progress.stop(summary, report)
         return summary
+
+
+async def _start_rl(
+    graph: ActorGraph, records: Records, waits: WaitBoard, ledger: Ledger
+) -> tuple[Run, GatewayAccess | None]:
+    """The run, and how clients get to it where it is served."""
+    key = admin_key() if graph.recipe.parts.serves else ""
+    run = await start_rl(graph, records, waits, ledger, admin_key_hash=hash_key(key))
+    if not isinstance(run.agents, SessionService):
+        return run, None
+    return run, GatewayAccess(tuple(run.agents.urls.values()), key)
 
 
 def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:

@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engines": ("benchmarks.engines",),
     "engines_smollm2": ("benchmarks.engines", "--smollm2"),
     "learner": ("benchmarks.learner",),
+    "gateway": ("benchmarks.gateway",),
     "publish": ("benchmarks.publish",),
     "weight_changes": ("benchmarks.weight_changes",),
     "driver_overhead": ("benchmarks.driver_overhead",),

@@ -9,9 +9,9 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_ray.agents.chat_client import ChatClient, LimitReachedError
 from areal_ray.core.config import Config
@@ -23,6 +23,7 @@ from areal_ray.errors import ArealRayError, RecipeError
 Agent = Callable[..., Awaitable[float | None]]
 """async def run(task, client, **args) -> reward, or None to leave it to the reward function."""
 
+_SINGLE_TURN = "areal_ray.agents.single_turn:answer"
 _REASON_CHARACTERS = 300
 _GRACE_S = 1.0
 """For a cancelled agent to end."""
@@ -37,10 +38,24 @@ ReasoningParser = Literal["auto", "none", "think", "mistral", "seed"]
 class AgentConfig(Config):
     """Which agent attempts the tasks, and within which limits."""
 
-    run: str = "areal_ray.agents.single_turn:answer"
+    run: str = _SINGLE_TURN
     """`package.module:name` of `async def run(task, client, **args) -> float | None`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for it."""
+    command: tuple[str, ...] | None = Field(None, min_length=1)
+    """In place of run: an agent that is a program of its own, started for each episode, such as
+    [python, openai_agent.py] or [node, agent.mjs]. Files are found beside the recipe."""
+    env: dict[str, str | None] = Field(default_factory=dict)
+    """Environment variables for it beside those that every agent gets; null = as the actors have
+    it. Nothing else of their environment is handed on but PATH and the language."""
+    shows_answer: bool = False
+    """Put the task's answer in the JSON that it gets, too: for an agent that scores itself."""
+    max_processes: int = Field(16, ge=1)
+    """Programs that one AgentActor runs at once; further episodes wait for their turn."""
+    max_memory_mb: int = Field(4096, ge=16)
+    """Memory of one with all that it starts; one that takes more is killed."""
+    max_output_bytes: int = Field(16 * 2**20, ge=0)
+    """What one may write to standard output and error; one that writes more is killed."""
     max_turns: int = Field(8, ge=1)
     """Model calls of one episode; one more ends it as truncated."""
     timeout_s: float = Field(300.0, gt=0.0)
@@ -60,6 +75,22 @@ class AgentConfig(Config):
     reasoning_parser: ReasoningParser = "auto"
     """Marks around the model's reasoning, which is no part of a reply's text: think =
     <think>...</think>; auto: those that its chat template has."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.command is None:
+            if self.env:
+                raise ValueError("env: is given without command, which alone reads it. Remove it")
+            return self
+        if self.run != _SINGLE_TURN:
+            raise ValueError(
+                f"command: is given with run = {self.run}; an agent is one of the two. Remove one"
+            )
+        if self.args:
+            raise ValueError("args: is given with command. Put arguments among its words")
+        if not self.command[0]:
+            raise ValueError("command: its first word is empty; must be a program")
+        return self
 
 
 class EnvError(Exception):
@@ -158,7 +189,7 @@ async def _attempt(
 ) -> tuple[Outcome, str, float | None]:
     """Outcome, reason and reward."""
     try:
-        return Outcome.OK, "", _as_reward(await agent(task, client, **config.args))
+        return Outcome.OK, "", read_reward(await agent(task, client, **config.args))
     except LimitReachedError as reached:
         return Outcome.TRUNCATED, str(reached), None
     except EnvError as error:
@@ -182,7 +213,12 @@ def one_line(text: str) -> str:
     return flat if len(flat) <= _REASON_CHARACTERS else flat[: _REASON_CHARACTERS - 3] + "..."
 
 
-def _as_reward(returned: Any) -> float | None:
+def read_reward(returned: Any) -> float | None:
+    """The reward that an agent gave itself; None = it leaves that to the reward function.
+
+    Raises:
+        TypeError: It is no finite number.
+    """
     if returned is None:
         return None
     number = as_number(returned)

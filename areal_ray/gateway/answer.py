@@ -48,6 +48,7 @@ from areal_ray.gateway.text_stream import before_stop
 from areal_ray.gateway.turn_reader import TurnReader, max_calls, shown_tools, token_logprobs
 
 _RETRY_S = 1.0
+PROMPT_FILLS_CONTEXT = "the prompt fills the context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,8 @@ class Answers:
                 prompt leaves no room to answer, or too many choices are asked for.
         """
         if call.n > self.limits.max_choices:
-            raise CallError(
-                400,
-                "invalid_value",
-                f"n: is {call.n}; must be <= {self.limits.max_choices}",
-                param="n",
-            )
+            told = f"n: is {call.n}; must be <= {self.limits.max_choices}"
+            raise CallError(400, "invalid_value", told, param="n")
         recorder = record.recorder
         try:
             turn = recorder.open_turn(call.messages, shown_tools(call), hints=call.hints)
@@ -111,7 +108,7 @@ class Answers:
         try:
             room = self._room(len(turn.prompt_ids))
         except CallError:
-            recorder.abort_turn(turn, None, "the prompt fills the context")
+            recorder.abort_turn(turn, None, PROMPT_FILLS_CONTEXT)
             record.turn_over(turn.turn_id, "")
             raise
         others = [recorder.sibling_turn(turn) for _ in range(call.n - 1)]
@@ -207,7 +204,7 @@ class Answer:
     def _request(self, turn: PromptedTurn, index: int, max_new_tokens: int) -> TurnRequest:
         call, record = self._call, self._record
         is_free = not record.is_trained
-        if call.seed is None:
+        if call.seed is None or record.is_trained:  # siblings must not be alike
             seed = derive_seed(self._answers.seed, record.session_id, turn.turn_id)
         else:
             seed = derive_seed(call.seed, index)

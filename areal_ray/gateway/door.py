@@ -25,7 +25,8 @@ class SessionRecord:
     session_id: str
     recorder: Recorder
     is_trained: bool = False
-    """Its tokens have to be sampled as the run samples: a client's temperature is passed over."""
+    """Its tokens have to be sampled as the run samples: a client's temperature, top_p and seed are
+    passed over."""
     prefix_key: str = ""
     """Prompts of the session begin alike; empty = of this session alone."""
     turn_over: Callable[[int, str], None] = _untold
@@ -52,6 +53,16 @@ class Door(Protocol):
         """The call is over, however it ended; once for each `enter` that returned."""
 
 
+def unknown_key(key: str) -> CallError:
+    """What who calls with this key is told."""
+    said = "is not one of this server" if key else "is missing"
+    return CallError(
+        401,
+        "invalid_api_key",
+        f"API key: {said}. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+    )
+
+
 class OpenDoor:
     """Lets everybody in who has the key, each call with a record of its own.
 
@@ -67,12 +78,7 @@ class OpenDoor:
     async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
         """See `Door.enter`; a session in the path means nothing here."""
         if self._key_hash and not is_same(hash_key(key), self._key_hash):
-            said = "is not the one of this server" if key else "is missing"
-            raise CallError(
-                401,
-                "invalid_api_key",
-                f"API key: {said}. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-            )
+            raise unknown_key(key)
         return SessionRecord(secrets.token_hex(12), self._new_recorder())
 
     def leave(self, record: SessionRecord) -> None:

@@ -29,6 +29,8 @@ _STREAM_HEADERS: Headers = [
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 ]
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""Kept: `json.dumps` makes one each time."""
 _SECRET_HEADERS = {"authorization", "x-api-key", "api-key", "cookie", "proxy-authorization"}
 
 
@@ -91,15 +93,18 @@ class Exchange:
         if declared.isdecimal() and int(declared[:20]) > self._limits.body_bytes:
             raise body_too_large(self._limits)
         taken = bytearray()
+        ends_at = time.monotonic() + self._limits.body_s
         while self._has_body_left:
+            rest_s = min(self._limits.body_idle_s, ends_at - time.monotonic())
             try:
-                async with asyncio.timeout(self._limits.body_idle_s):
+                async with asyncio.timeout(rest_s):
                     message = await self._receive()
             except TimeoutError:
                 raise CallError(
                     408,
                     "request_timeout",
-                    f"body: nothing more came for {self._limits.body_idle_s:g} s. Send it again",
+                    f"body: is not whole after {self._limits.body_s:g} s, or nothing more of it "
+                    f"came for {self._limits.body_idle_s:g} s. Send it again",
                 ) from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -126,6 +131,8 @@ class Exchange:
     async def refuse(self, error: CallError, content: Any) -> None:
         """Send an error, `content` being its body in the dialect's shape."""
         headers = [(name.encode(), text.encode()) for name, text in retry_headers(error).items()]
+        if error.status == 408:  # what still trickles in of the body is no further request
+            headers.append((b"connection", b"close"))
         await self.answer(error.status, content, headers)
 
     async def begin_stream(self, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -246,4 +253,4 @@ def retry_headers(error: CallError) -> dict[str, str]:
 
 def json_bytes(content: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(content).encode()

@@ -31,6 +31,8 @@ class EdgeLimits:
     """Levels of lists and objects in each other."""
     body_idle_s: float = 30.0
     """Longest wait for more of a body."""
+    body_s: float = 300.0
+    """Longest wait for all of it: clients that send a byte now and then hold a place too."""
     keep_alive_s: float = 8.0
     """Longest silence of a stream; clients give up after 15 to 300 s."""
     stalled_reader_s: float = 120.0

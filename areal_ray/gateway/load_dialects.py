@@ -41,8 +41,7 @@ def told_error(content: Mapping[str, Any]) -> str:
 
 
 def _chat_body(model: str, prompt: str, max_tokens: int, *, stream: bool) -> dict[str, Any]:
-    body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-    body |= {"max_tokens": max_tokens, "stream": stream}
+    body = _messages_body(model, prompt, max_tokens, stream=stream)
     return {**body, "stream_options": {"include_usage": True}} if stream else body
 
 

@@ -5,9 +5,9 @@ and so is what the engines cannot constrain (`tool_choice: required`, `response_
 that a refusal would change go on.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from json.encoder import encode_basestring
 from typing import Any
 
 from areal_ray.core.trajectory import StopReason
@@ -147,15 +147,15 @@ class ChatWriter:
     def write(self, event: CallEvent) -> bytes:
         """See `StreamWriter.write`."""
         if isinstance(event, TextDelta):
-            told = f'"content":{_quoted(event.text)}'
+            told = f'"content":{encode_basestring(event.text)}'
             return self._chunk(event.choice, told, logprobs=event.logprobs)
         if isinstance(event, ReasoningDelta):
-            return self._chunk(event.choice, f'"reasoning_content":{_quoted(event.text)}')
+            return self._chunk(event.choice, f'"reasoning_content":{encode_basestring(event.text)}')
         if isinstance(event, ChoiceEnd):
             return self._chunk(event.choice, "", finish=_FINISH[event.whole.stop_reason])
-        begun = f'"id":{_quoted(event.id)},"type":"function",' if event.name else ""
-        name = f'"name":{_quoted(event.name)},' if event.name else ""
-        function = f'{{{name}"arguments":{_quoted(event.arguments)}}}'
+        begun = f'"id":{encode_basestring(event.id)},"type":"function",' if event.name else ""
+        name = f'"name":{encode_basestring(event.name)},' if event.name else ""
+        function = f'{{{name}"arguments":{encode_basestring(event.arguments)}}}'
         call = f'{{"index":{event.index},{begun}"function":{function}}}'
         return self._chunk(event.choice, f'"tool_calls":[{call}]')
 
@@ -279,7 +279,3 @@ def _shown_message(choice: Choice) -> dict[str, Any]:
 
 def _shown_logprobs(logprobs: Sequence[TokenLogprob], call: Call) -> dict[str, Any]:
     return {"content": shown_logprobs(logprobs, top=call.top_logprobs), "refusal": None}
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

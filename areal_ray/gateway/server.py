@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -25,16 +26,23 @@ class GatewayServer:
         host: Loopback unless told otherwise; whoever reaches it may call.
         port: 0 = any that is free.
         grace_s: What calls are given to end when the server stops; then they are told so.
+        head_s: Longest wait for all of a request's headers.
     """
 
     def __init__(
-        self, app: Any, *, host: str = "127.0.0.1", port: int = 0, grace_s: float = 5.0
+        self,
+        app: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        grace_s: float = 5.0,
+        head_s: float = 30.0,
     ) -> None:
         self._host = host
         self._port = port
         self._config = uvicorn.Config(
             app,
-            http=_BoundedProtocol,
+            http=partial(_BoundedProtocol, head_s),  # type: ignore[arg-type]  # it is called
             log_config=None,
             access_log=False,
             server_header=False,
@@ -88,10 +96,25 @@ class GatewayServer:
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """Gathers no headers without end."""
+    """Gathers no headers without end, and waits for none without end."""
 
     _num_head_bytes: int | None = 0
     """Of the request that is coming; None once its headers are there."""
+    _deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, head_s: float, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._head_s = head_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a first request."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._end_wait()
+        super().connection_lost(exc)
 
     def data_received(self, piece: bytes) -> None:
         """Hang up on a head that does not end."""
@@ -105,12 +128,30 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Count anew."""
         self._num_head_bytes = 0
+        self._await_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Stop counting."""
         self._num_head_bytes = None
+        self._end_wait()
         super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._end_wait()
+        self._deadline = self.loop.call_later(self._head_s, self._hang_up)
+
+    def _end_wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _hang_up(self) -> None:
+        """Not while an earlier request of the connection is being answered."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._await_head()
 
 
 class _QuietServer(uvicorn.Server):

@@ -95,6 +95,7 @@ class SessionJournal:
     def __init__(self, folder: Path, name: str, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
         self._folder = folder
         self._prefix = f"sessions-{name}-"
         self.segment_bytes = segment_bytes

@@ -126,6 +126,7 @@ class SessionSearch:
         return int(turn)
 
     def asked_for(self, request: SessionRequest) -> list[Session]:
+        """The session that is named, or those of the group."""
         session_id, group_key = request.text("session_id"), request.text("group_id")
         if group_key:
             group: SessionGroup | None = self._book.groups.get(group_key)

@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from areal_ray.core.trajectory import Trajectory
 from areal_ray.gateway import keys
@@ -15,7 +14,7 @@ from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.keys import Scope
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.session_book import PastSession, SessionBook
-from areal_ray.gateway.session_journal import SEGMENT_BYTES, SessionJournal
+from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_rules import SessionRules, SessionsConfig
 from areal_ray.gateway.session_state import Session, SessionGroup, SessionState
 
@@ -93,12 +92,11 @@ class Sessions:
     Args:
         config: Time-outs.
         new_recorder: Makes an empty record.
-        folder: Of the run's journal; replicas share it.
-        name: Of this replica: 1 to 16 lower-case letters or digits. Part of its keys and ids.
+        journal: Of this replica. Its name, 1 to 16 lower-case letters or digits, is part of keys
+            and ids.
         admin_key_hash: `keys.hash_key` of the admin key.
         peers: Base URLs of all replicas by name; a call for a session of another one is passed on.
         clock: Seconds since the epoch.
-        segment_bytes: Of the journal's files.
 
     Raises:
         ArealRayError: The name cannot be part of a key.
@@ -109,19 +107,16 @@ class Sessions:
         self,
         config: SessionsConfig,
         new_recorder: Callable[[], Recorder],
-        folder: Path,
+        journal: SessionJournal,
         *,
-        name: str,
         admin_key_hash: bytes,
         peers: Callable[[], Mapping[str, str]] = dict,
         clock: Callable[[], float] = time.time,
-        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self.name = keys.check_name(name)
+        self.name = keys.check_name(journal.name)
         self.peers = peers
         self._admin_key_hash = admin_key_hash
         self._clock = clock
-        journal = SessionJournal(folder, name, segment_bytes=segment_bytes)
         self.book = SessionBook(journal, new_recorder, clock)
         self.rules = SessionRules(self.book, config, clock)
         self._num_unscored = 0

@@ -63,6 +63,8 @@ class TextStream:
             self._window, self._num_told, self._num_new = newest, len(text) - num_held, 0
 
     def _before_stop(self, text: str) -> str:
+        if not self._stop:
+            return text
         told, self.stop_text = before_stop(self._held + text, self._stop)
         if self.stop_text:
             self._held = ""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
@@ -33,13 +33,19 @@ from areal_ray.core.trajectory import (
     encode_group,
 )
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
+from areal_ray.gateway.answer import CallLimits
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
+from areal_ray.runtime.cluster import own_environment
 from areal_ray.runtime.episode_dump import write_episodes
 from areal_ray.runtime.fleet import reach
+from areal_ray.runtime.fleet_sampler import FleetSampler
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.reply_format import reply_format
 from areal_ray.runtime.rollout_client import RolloutClient
+
+if TYPE_CHECKING:
+    from areal_ray.runtime.program_episodes import ProgramEpisodes
 
 _KEPT_SAMPLINGS = 256
 
@@ -101,8 +107,6 @@ class AgentActor:
         self._sampling_of = functools.lru_cache(_KEPT_SAMPLINGS)(
             functools.partial(_sampling_with, sampling)  # equal ones travel as one object
         )
-        self._agent = resolve(config.run, search, where="agent.run")
-        check_agent(self._agent, config)
         self._template = ChatTemplate.from_folder(model_path)
         self._reader = reply_format(self._template, config.tool_parser, config.reasoning_parser)
         self._limits = ChatLimits(
@@ -122,7 +126,29 @@ class AgentActor:
         reached = {short: reach(replica) for short, replica in replicas.items()}
         self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
         self._num_episodes = 0
+        self._agent: Any = None
+        self._programs: ProgramEpisodes | None = None
+        if config.command is None:
+            self._agent = resolve(config.run, search, where="agent.run")
+            check_agent(self._agent, config)
+        else:
+            self._programs = self._served(sampling, search)
         collect_rarely()
+
+    def _served(self, sampling: SamplingConfig, search: Sequence[str]) -> "ProgramEpisodes":
+        """What runs the episodes of an agent that is a program."""
+        from areal_ray.runtime.program_episodes import ProgramEpisodes  # imports fastapi
+
+        limits = self._limits
+        return ProgramEpisodes(
+            self._config,
+            self._template,
+            self._reader,
+            sampler=FleetSampler(self._rollouts, sampling),
+            limits=CallLimits(limits.max_new_tokens, limits.context_tokens, stop=limits.stop),
+            search=search,
+            ours=own_environment(),
+        )
 
     async def run_group(
         self, task: Task, group_id: str, n_samples: int, seed: int
@@ -184,6 +210,8 @@ class AgentActor:
 
     async def close(self) -> None:
         """Abort what is under way."""
+        if self._programs is not None:
+            await self._programs.close()
         await self._rollouts.close()
 
     async def _sibling(self, task: Task, group_id: str, sample: int, seed: int) -> list[_Attempt]:
@@ -200,15 +228,17 @@ class AgentActor:
         return attempts
 
     async def _attempt(self, task: Task, group_id: str, episode_id: str, seed: int) -> _Attempt:
-        recorder = Recorder(self._template, reader=self._reader)
-        sample = functools.partial(self._sample, (group_id, episode_id), seed)
-        client = ChatClient(recorder, sample, self._limits)
         self._num_episodes += 1
         try:
-            end = await run_episode(self._agent, task, client, self._config)
+            if self._programs is None:
+                end, recorder = await self._in_process(task, (group_id, episode_id), seed)
+                num_turns = recorder.num_turns
+            else:
+                end, recorder = await self._programs.attempt(task, group_id, episode_id, seed)
+                num_turns = sum(turn.num_sampled > 0 for turn in recorder.outline())
         finally:
             self._num_episodes -= 1
-        end = _as_recorded(end, recorder)
+        end = _as_recorded(end, recorder, num_turns)
         trajectories: list[Trajectory] = []
         if end.outcome.is_scored:
             trajectories = recorder.trajectories(
@@ -220,7 +250,15 @@ class AgentActor:
                 failure=end.reason,
                 seconds=end.seconds,
             )
-        return _Attempt(end, tuple(trajectories), recorder.num_turns, recorder.splits)
+        return _Attempt(end, tuple(trajectories), num_turns, recorder.splits)
+
+    async def _in_process(
+        self, task: Task, names: tuple[str, str], seed: int
+    ) -> tuple[EpisodeEnd, Recorder]:
+        recorder = Recorder(self._template, reader=self._reader)
+        sample = functools.partial(self._sample, names, seed)
+        client = ChatClient(recorder, sample, self._limits)
+        return await run_episode(self._agent, task, client, self._config), recorder
 
     def _sample(
         self,
@@ -248,11 +286,11 @@ def _sampling_with(
     return ours.model_copy(update={"max_new_tokens": max_new_tokens, "stop": stop})
 
 
-def _as_recorded(end: EpisodeEnd, recorder: Recorder) -> EpisodeEnd:
+def _as_recorded(end: EpisodeEnd, recorder: Recorder, num_turns: int) -> EpisodeEnd:
     """The agent's end, with what the record knows and the agent need not."""
     if end.outcome is not Outcome.OK:
         return end
-    if recorder.num_turns == 0:
+    if num_turns == 0:
         return replace(
             end, outcome=Outcome.AGENT_ERROR, reason="the agent ended without a model call"
         )

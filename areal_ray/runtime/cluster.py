@@ -183,6 +183,11 @@ def environment_secrets() -> frozenset[str]:
     return secret_values(os.environ)
 
 
+def own_environment() -> Mapping[str, str]:
+    """Of this process, for who hands a part of it on."""
+    return os.environ
+
+
 def check_ray_version(version: str) -> None:
     """Refuse a Ray that this was not written for, before it fails in some obscure way."""
     if not version.startswith(RAY_SERIES + "."):

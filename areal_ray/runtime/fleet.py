@@ -185,10 +185,39 @@ class Fleet:
         self._calls = dict.fromkeys(self.handles, 0)
         self._returns: dict[str, asyncio.Future[None]] = {}
         self._methods: dict[tuple[str, str, int], Any] = {}
+        self._leaving: set[str] = set()
 
     def names(self) -> list[str]:
         """Names of the members."""
         return list(self.handles)
+
+    def described(self) -> str:
+        """How many members there are, and how many of them are on their way out."""
+        leaving = f" ({len(self._leaving)} leaving)" if self._leaving else ""
+        return f"{len(self.handles)}{leaving}"
+
+    def add(self, name: str, handle: ActorHandle) -> None:
+        """A member more."""
+        self.handles[name] = handle
+        self._calls[name] = 0
+
+    async def retire(self, name: str) -> ActorHandle:
+        """Send a member nothing more, wait for the calls it has, and leave it out; its handle.
+
+        At least one other member has to stay.
+        """
+        self._leaving.add(name)
+        try:
+            while self._calls[name]:
+                await asyncio.sleep(_PROBE_S)
+        finally:
+            self._leaving.discard(name)
+        probe = self._returns.pop(name, None)
+        if probe is not None:
+            probe.cancel()
+        del self._calls[name]
+        self._methods = {key: made for key, made in self._methods.items() if key[0] != name}
+        return self.handles.pop(name)
 
     async def least_busy(self) -> str:
         """Name of the member with the fewest calls of ours under way, of those that answer.
@@ -197,7 +226,8 @@ class Fleet:
         where all are lost this waits for one to come back, for as long as the caller does.
         """
         while True:
-            answering = [name for name in self.handles if name not in self._returns]
+            absent = self._leaving.union(self._returns)
+            answering = [name for name in self.handles if name not in absent]
             if answering:
                 return min(answering, key=self._calls.__getitem__)
             await asyncio.wait(self._returns.values(), return_when=asyncio.FIRST_COMPLETED)

@@ -10,7 +10,7 @@ serve_group waits for: agents that end their sessions; unblocked by them and by 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.server import GatewayServer
+from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_routes import make_sessions_app
 from areal_ray.gateway.sessions import SessionCounts, Sessions
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
@@ -94,14 +95,12 @@ class GatewayActor:
         replicas: Rollout actors by name: handles, or the names they were spawned under.
         folder: Where its address and its sessions are remembered; the run's journal. Empty =
             nowhere.
-        run_folder: Where sample episodes are written down; empty = nowhere.
         key_hash: `gateway.keys.hash_key` of what clients have to send; empty = nothing. With
             sessions, of the admin key.
         terms: Of the sessions; None = it serves without, each call by itself.
         context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the model
             allows, as the engines read it.
         model_name: What the model list shows.
-        seed: Of the run.
     """
 
     def __init__(
@@ -113,29 +112,23 @@ class GatewayActor:
         sampling: SamplingConfig,
         replicas: Mapping[str, Any],
         folder: str = "",
-        run_folder: str = "",
         terms: SessionTerms | None = None,
         key_hash: bytes = b"",
         context_tokens: int = 0,
         model_name: str = "policy",
-        seed: int = 0,
     ) -> None:
         self._name = name
         self._config = config
         self._index = int(name.rpartition("-")[2])
         self._incarnation = uuid4().hex[:12]
-        self._folder, self._run_folder = Path(folder), run_folder
+        self._folder = Path(folder)
         self._address = _address_file(self._folder, self._index) if folder else None
         self._terms = terms
         self._template = template = ChatTemplate.from_folder(model_path)
         reader = reply_format(
             template, config.tool_parser, config.reasoning_parser, where="gateway"
         )
-        policy = RecordPolicy(
-            dropped_reasoning=config.dropped_reasoning,
-            untaken=config.untaken,
-            aborted=config.aborted,
-        )
+        policy = _policy(config)
         reached = {short: reach(replica) for short, replica in replicas.items()}
         client_id = f"{name}-{self._incarnation}"  # not what a predecessor asked for
         self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
@@ -151,35 +144,34 @@ class GatewayActor:
         def new_recorder() -> Recorder:
             return Recorder(template, policy, reader)
 
-        door: Door
-        if terms is None:
-            door = OpenDoor(new_recorder, key_hash)
-        else:
-            door = self._sessions = Sessions(
-                config.sessions,
-                new_recorder,
-                self._folder,
-                name=str(self._index),
-                admin_key_hash=key_hash,
-                peers=lambda: self._peers,
-            )
+        door: Door = OpenDoor(new_recorder, key_hash)
+        if terms is not None:
+            door = self._sessions = self._new_sessions(new_recorder, key_hash)
         self._service = Service(
-            answers=Answers(template, reader, sampler, limits=limits, seed=seed),
+            answers=Answers(template, reader, sampler, limits=limits),
             door=door,
             model=model_name,
             created_s=int(time.time()),
-            limits=EdgeLimits(
-                body_bytes=config.max_body_bytes, concurrent_calls=config.max_concurrent_calls
-            ),
+            limits=_edge_limits(config),
         )
-        if self._sessions is None:
-            self._app = make_app(self._service)
-        else:
-            self._app = make_sessions_app(self._service, self._sessions)
+        self._app = (
+            make_app(self._service)
+            if self._sessions is None
+            else make_sessions_app(self._service, self._sessions)
+        )
         self._server: GatewayServer | None = None
         self._opening = asyncio.Lock()
         self._url = ""
         collect_rarely()
+
+    def _new_sessions(self, new_recorder: Callable[[], Recorder], key_hash: bytes) -> Sessions:
+        return Sessions(
+            self._config.sessions,
+            new_recorder,
+            SessionJournal(self._folder, str(self._index)),
+            admin_key_hash=key_hash,
+            peers=lambda: self._peers,
+        )
 
     async def open(self) -> str:
         """Listen, unless it does already; the base URL.
@@ -255,13 +247,13 @@ class GatewayActor:
                 sessions.hand_back(note.session_group)
 
     async def dump_episodes(self, payloads: Sequence[Any], step: int) -> None:
-        """Write the episodes of groups that `step` trained on to episodes.jsonl.
+        """Write the episodes of groups that `step` trained on to episodes.jsonl of the run.
 
         Args:
             payloads: References to encoded groups, in a list so that Ray passes them on unread.
             step: Steps done when they were trained on.
         """
-        await write_episodes(payloads, self._template, Path(self._run_folder), step)
+        await write_episodes(payloads, self._template, self._folder.parent, step)
 
     async def close(self) -> None:
         """Let calls end within the server's grace, then abort what is under way."""
@@ -302,6 +294,18 @@ class GatewayActor:
         return {
             name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()
         }
+
+
+def _policy(config: GatewayConfig) -> RecordPolicy:
+    return RecordPolicy(
+        dropped_reasoning=config.dropped_reasoning, untaken=config.untaken, aborted=config.aborted
+    )
+
+
+def _edge_limits(config: GatewayConfig) -> EdgeLimits:
+    return EdgeLimits(
+        body_bytes=config.max_body_bytes, concurrent_calls=config.max_concurrent_calls
+    )
 
 
 def _address_file(folder: Path, index: int) -> Path:

@@ -95,7 +95,10 @@ class Supervisor:
         returns: dict[str, str] = {}
         engines: list[RolloutHealth] = []
         gone = ""
+        kept = self._handles()
         for name, answer in answers:
+            if name not in kept:
+                continue  # it was let go meanwhile
             if isinstance(answer, ActorGone):
                 gone = str(answer)
                 continue

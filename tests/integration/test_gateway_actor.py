@@ -34,7 +34,9 @@ class Stage:
         model = str(write_tiny_model(folder / "model"))
         rollout = RolloutConfig(engine=TorchGenerationConfig(max_context_tokens=256))
         self.rollout = (
-            ray.remote(RolloutActor).options(num_cpus=0).remote("rollout-0", model, rollout)
+            ray.remote(RolloutActor)
+            .options(num_cpus=0)
+            .remote("rollout-0", model, rollout, version=0)
         )
         self.gateway = (
             ray.remote(GatewayActor)

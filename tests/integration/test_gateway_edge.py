@@ -1,6 +1,7 @@
 """The edge against rude clients: those that leave, stall, flood, or speak no HTTP to speak of."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -227,6 +228,98 @@ def test_a_body_of_a_gigabyte_is_refused_before_it_is_sent_and_headers_without_e
             writer.close()
 
     run([Said("hi")], test)
+
+
+def test_heads_that_never_end_and_bodies_that_trickle_are_given_up_while_slow_answers_go_on():
+    async def trickle(gateway: Gateway, begun: bytes) -> bytes:
+        """What comes back to a client that sends a byte now and then."""
+        reader, writer = await connect(gateway)
+        writer.write(begun)
+        told = b""
+        with contextlib.suppress(ConnectionError):  # hung up on with a byte on its way
+            while True:
+                try:
+                    async with asyncio.timeout(0.1):
+                        piece = await reader.read(4096)
+                except TimeoutError:
+                    writer.write(b"y")
+                    continue
+                told += piece
+                if not piece:
+                    break
+        writer.close()
+        return told
+
+    async def go() -> None:
+        limits = EdgeLimits(body_s=0.5, body_idle_s=0.4)
+        gateway = make_gateway([Said("hi", pause_s=2.0, chunk_tokens=9)], edge=limits)
+        server = GatewayServer(make_app(gateway.service), head_s=0.5)
+        gateway.url = await server.start()
+        async with asyncio.timeout(60):
+            reader, writer = await connect(gateway)
+            writer.write(raw(BODY))
+            for begun in (
+                b"",
+                b"GET / HTTP/1.1\r\nx: ",
+                raw(BODY)[:-100] + b"GET / HTTP/1.1\r\nx: ",
+            ):
+                assert b" 200 " not in await trickle(gateway, begun)
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
+            assert b" 408 " in (await trickle(gateway, head.encode()))[:20]
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            await gateway.until_idle()
+            await server.stop()
+        assert len(gateway.sampler.sampled) == 1
+        assert gateway.service.counts.num_open == gateway.service.counts.num_defects == 0
+
+    asyncio.run(go())
+
+
+def test_calls_sent_one_behind_the_other_are_answered_in_their_order():
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        writer.write(b"".join(raw({**BODY, "stream": i % 2 == 0}) for i in range(6)))
+        for i in range(6):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 200 " in head
+            assert (b"event-stream" in head) == (i % 2 == 0)
+            if i % 2 == 0:
+                await reader.readuntil(b"\r\n0\r\n\r\n")
+            else:
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r")[0])
+                assert json.loads(await reader.readexactly(length))["choices"]
+        writer.close()
+        await gateway.until_idle()
+        assert gateway.recorder.num_turns == 6
+
+    run([Said("hi")], test)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "content-length: 5\r\n",  # of more: the rest is no request
+        "content-length: 5\r\ncontent-length: 6\r\n",
+        "content-length: -1\r\n",
+        "content-length: 5\r\ntransfer-encoding: chunked\r\n",
+        "transfer-encoding: chunked\r\n",
+        "",
+    ],
+)
+def test_a_body_of_another_length_than_was_said_is_refused_and_hung_up_on(head):
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        text = json.dumps(BODY).encode()
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{head}\r\n".encode() + text)
+        writer.write_eof()
+        answer = await reader.read()
+        assert answer == b"" or b" 400 " in answer[:20]
+        writer.close()
+        await gateway.until_idle()
+        assert not gateway.sampler.requests
+
+    run([Said("hi")], test, edge=EdgeLimits(body_idle_s=1.0))
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"\x00" * 99])

@@ -20,6 +20,7 @@ from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.server import GatewayServer
+from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_requests import SessionRequests
 from areal_ray.gateway.session_routes import make_sessions_app
 from areal_ray.gateway.session_search import SessionRequest
@@ -79,12 +80,10 @@ class Desk:
         self.sessions = Sessions(
             SessionsConfig(**self.config),
             new_recorder,
-            self.folder,
-            name=self.name,
+            SessionJournal(self.folder, self.name, segment_bytes=self.segment_bytes),
             admin_key_hash=keys.hash_key(ADMIN_KEY),
             peers=self.peers,
             clock=self.clock,
-            segment_bytes=self.segment_bytes,
         )
         self.requests = SessionRequests(self.sessions, self.clock)
 
@@ -188,8 +187,7 @@ async def serve_replica(
     sessions = Sessions(
         SessionsConfig(**config),
         new_recorder,
-        folder,
-        name=name,
+        SessionJournal(folder, name),
         admin_key_hash=keys.hash_key(ADMIN_KEY),
         peers=peers,
     )

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from areal_ray.gateway.template import ChatTemplate
 from recipes.arithmetic import tasks as arithmetic
-from recipes.calculator import tasks
+from recipes.calculator import openai_agent, tasks
 from recipes.calculator.agent import calculate
 from recipes.calculator.model import VOCABULARY, make_tokenizer
 
@@ -15,6 +15,12 @@ from recipes.calculator.model import VOCABULARY, make_tokenizer
 def test_the_calculator_agrees_with_python_on_sums_and_products(a, b, op):
     expression = f"{a} {op} {b}"
     assert calculate(expression) == str(eval(expression))
+
+
+@given(a=st.integers(0, 999), b=st.integers(0, 999), op=st.sampled_from("+-*"))
+def test_the_program_on_openais_sdk_has_the_same_calculator(a, b, op):
+    assert openai_agent.calculate(f" {a}{op} {b}") == calculate(f"{a}{op}{b}")
+    assert openai_agent.calculate(f"{a}{op}{b}{op}") == "error"
 
 
 @pytest.mark.parametrize(

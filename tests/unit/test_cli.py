@@ -123,7 +123,10 @@ from types import SimpleNamespace
 from areal_ray.cli import _STOPS, _follow
 
 class Handle:
-    recipe = SimpleNamespace(telemetry=SimpleNamespace(console="off"))
+    gateway = None
+    recipe = SimpleNamespace(
+        telemetry=SimpleNamespace(console="off"), parts=SimpleNamespace(serves=False)
+    )
     def stop(self):
         print("asked", flush=True)
     def wait(self, timeout_s):

@@ -1,6 +1,8 @@
 """An agent's attempt at a task: its limits, and how it ends."""
 
 import asyncio
+import time
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -324,3 +326,42 @@ def test_what_is_no_finite_number_is_no_reward(reward):
 
     assert World().run(agent).outcome is Outcome.AGENT_ERROR
     assert read_returned(reward).reward is None
+
+
+def test_thousands_of_episodes_wait_side_by_side_for_little_memory_and_no_work():
+    world, count = World(), 4_000
+
+    async def run() -> tuple[float, int]:
+        over = asyncio.Event()
+
+        async def agent(task: Task, client: ChatClient) -> None:
+            await over.wait()
+
+        config = AgentConfig()
+        tracemalloc.start()
+        waiting = [
+            asyncio.ensure_future(
+                run_episode(
+                    agent,
+                    TASK,
+                    ChatClient(Recorder(world.template), world.sample, LIMITS),
+                    config,
+                )
+            )
+            for _ in range(count)
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        before = time.process_time()
+        await asyncio.sleep(0.3)
+        spent = time.process_time() - before
+        over.set()
+        ends = await asyncio.gather(*waiting)
+        assert {end.outcome for end in ends} == {Outcome.OK}
+        return spent, held // count
+
+    spent, held_bytes = asyncio.run(run())
+    assert held_bytes < 30_000
+    assert spent < 0.1  # of the processor's time

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.agents.episode import AgentConfig
 from areal_ray.errors import RecipeError
 from areal_ray.preflight import check_files, preflight
 from areal_ray.recipe import Recipe, load_recipe
@@ -114,6 +115,24 @@ def test_all_that_is_wrong_is_told_at_once(folder):
     assert "FileNotFoundError" in lines[4]
     assert "gone.jsonl" in lines[4]
     assert all(line.startswith("r.yaml: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["agent.command=[no-such-agent]"], "agent.command: 'no-such-agent' is no program here"),
+        (["agent.command=[./r.yaml]"], "agent.command: './r.yaml' may not be executed"),
+        (
+            ["agent.command=[python]", "agent.env={NOT_SET_HERE: null}"],
+            "agent.env.NOT_SET_HERE: is null",
+        ),
+    ],
+)
+def test_a_program_that_cannot_run_is_told_before_anything_starts(folder, overrides, told):
+    no_function = f"agent.run={AgentConfig().run}"
+    (problem,) = check_files(recipe_of(folder, no_function, *overrides))
+    assert problem.startswith(told)
+    assert check_files(recipe_of(folder, no_function, "agent.command=[python, agent.py]")) == []
 
 
 @pytest.mark.parametrize(

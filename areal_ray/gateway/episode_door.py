@@ -1,0 +1,145 @@
+"""The door of an actor that runs episodes itself: a key for each episode, which ends with it.
+
+Beside model calls an episode's agent may score itself, by `POST /rl/set_reward {"reward": 1.0}`
+under its key.
+
+settled() waits for: the calls of an episode to be over; the edge breaks them off when the client's
+sockets close.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from areal_ray.core.numeric import LARGEST_REWARD, as_number, is_reward
+from areal_ray.gateway.answer import PROMPT_FILLS_CONTEXT
+from areal_ray.gateway.call import CallError, CallHints
+from areal_ray.gateway.door import SessionRecord, unknown_key
+from areal_ray.gateway.exchange import Exchange
+from areal_ray.gateway.limits import EdgeLimits, parsed, unpacked
+
+_SETTLE_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeSession:
+    """One episode as the edge sees it."""
+
+    record: SessionRecord
+    max_turns: int
+    key: str
+    """What its agent sends."""
+    limit_reached: str = ""
+    """Which limit cut the episode short; empty if none did."""
+    reward: float | None = None
+    """If the agent scored itself."""
+    model_s: float = 0.0
+    """Wall time in which at least one call was under way."""
+    num_turns: int = 0
+    num_inside: int = 0
+    """Calls under way."""
+    entered_s: float = 0.0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def ended_by(self) -> str:
+        """Which limit ended it, be it that of the context window; empty if none did."""
+        turns = self.record.recorder.outline()
+        if not self.limit_reached and turns and turns[-1].abort_reason == PROMPT_FILLS_CONTEXT:
+            return f"{PROMPT_FILLS_CONTEXT} window"
+        return self.limit_reached
+
+
+class EpisodeDoor:
+    """Lets the agents of running episodes in; a `Door`."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, EpisodeSession] = {}
+        """By the key's digest: how long a look-up takes says nothing of a key."""
+        self._inside: dict[int, EpisodeSession] = {}
+
+    def open(self, record: SessionRecord, max_turns: int) -> EpisodeSession:
+        """Let an episode's agent in from now on."""
+        session = EpisodeSession(record, max_turns, f"ar_{secrets.token_urlsafe(24)}")
+        session.idle.set()
+        self._sessions[_digest(session.key)] = session
+        return session
+
+    async def close(self, session: EpisodeSession) -> None:
+        """Let it in no more, and wait until its calls are over, some seconds at most."""
+        self._sessions.pop(_digest(session.key), None)
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await session.idle.wait()
+        except TimeoutError:
+            pass  # a turn that is still open leaves no trace in the record
+
+    def session(self, key: str) -> EpisodeSession:
+        """The episode of a key.
+
+        Raises:
+            CallError: 401: there is none, or it is over.
+        """
+        found = self._sessions.get(_digest(key))
+        if found is None:
+            raise unknown_key(key)
+        return found
+
+    async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
+        """See `Door.enter`; a session in the path means nothing here."""
+        session = self.session(key)
+        if session.num_turns >= session.max_turns:
+            session.limit_reached = f"agent.max_turns = {session.max_turns}"
+            raise CallError(410, "session_over", f"{session.limit_reached}: the episode is over")
+        session.num_turns += 1
+        session.num_inside += 1
+        if session.num_inside == 1:
+            session.entered_s = time.monotonic()
+            session.idle.clear()
+        self._inside[id(session.record)] = session
+        return session.record
+
+    def leave(self, record: SessionRecord) -> None:
+        """See `Door.leave`."""
+        session = self._inside[id(record)]
+        session.num_inside -= 1
+        if not session.num_inside:
+            session.model_s += time.monotonic() - session.entered_s
+            session.idle.set()
+            del self._inside[id(record)]
+
+
+def add_reward_route(app: FastAPI, door: EpisodeDoor) -> None:
+    """Let agents score themselves."""
+
+    @app.post("/rl/set_reward")
+    async def set_reward(request: Request) -> dict[str, Any]:
+        """Score the episode of the key; the last call counts."""
+        limits = EdgeLimits()
+        exchange = Exchange(request.scope, request.receive, _nowhere, limits)
+        session = door.session(exchange.key())
+        body = parsed(unpacked(await exchange.body(), exchange.encoding, limits), limits)
+        if body.get("interaction_id") is not None or body.get("turn") is not None:
+            raise _refused("turn", "an episode is scored as a whole here. Leave it out")
+        reward = as_number(body.get("reward"))
+        if reward is None or not is_reward(reward):
+            raise _refused("reward", f"must be a finite number within +-{LARGEST_REWARD:g}")
+        session.reward = reward
+        return {"session_id": session.record.session_id, "reward": reward}
+
+
+def _refused(name: str, told: str) -> CallError:
+    return CallError(400, "invalid_value", f"{name}: {told}", param=name)
+
+
+async def _nowhere(_: Any) -> None:
+    """The route answers by itself."""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
