@@ -222,7 +222,7 @@ def lineage(
     from areal_ray.run_listing import describe_lineage, read_lineage
 
     newest = [] if run else run_folders(fileroot)[:1]
-    folder = newest[0] if newest else find_run(run or "", fileroot)
+    folder = newest[0] if newest else find_run(run or "newest", fileroot)
     found = read_lineage(folder, version)
     told = json.dumps({"run": folder.name, **asdict(found)}, indent=2)
     print(told if as_json else describe_lineage(folder, found))
