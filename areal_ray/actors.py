@@ -62,7 +62,7 @@ def layout_of(recipe: Recipe) -> Layout:
     return plan_layout(
         rollout=recipe.rollout if parts.samples else None,
         learner=recipe.learner if parts.trains else None,
-        agent=recipe.agent if parts.samples and not parts.serves else None,
+        agent=recipe.agent if parts.samples else None,
         reward=recipe.scoring if parts.samples else None,
         gateway=recipe.gateway if parts.serves else None,
         has_evaluation=parts.loop == "train" and recipe.evaluation is not None,

@@ -19,11 +19,13 @@ from areal_ray.core.ledger import Ledger
 from areal_ray.core.queue import TrajectoryQueue
 from areal_ray.core.task import Task
 from areal_ray.core.verdict import Comparison, FailureGuard
+from areal_ray.core.versions import AdmissionConfig
 from areal_ray.gateway.keys import hash_key
 from areal_ray.gateway.template import model_context_tokens, prompt_counter
 from areal_ray.recipe import Recipe
 from areal_ray.records import Records
 from areal_ray.run import PairRun, Run, ServingRun, SftRun
+from areal_ray.runtime.bounds import BoundsService
 from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, call
@@ -81,7 +83,7 @@ async def start_rl(
         admission=admission,
         tasks=_tasks(graph, records.event),
         gate=AdmissionGate(admission, version=begin.version),
-        queue=TrajectoryQueue(admission, capacity=_queue_capacity(recipe)),
+        queue=_queue(recipe, admission),
         ledger=ledger,
         guard=FailureGuard(admission),
         comparison=comparison_of(recipe.objective),
@@ -91,6 +93,7 @@ async def start_rl(
         learners=learner,
         sync=sync,
         evaluation=evaluation,
+        bounds=_bounds(recipe, learner, sync, evaluation, records),
         checkpoints=_checkpoints(recipe, learner, service),
         supervisor=Supervisor(rollouts, [agents, *([] if rewards is None else [rewards]), *own]),
         records=records,
@@ -102,6 +105,26 @@ async def start_rl(
     if begin.state:
         run.load_state_dict(begin.state)
     return run
+
+
+def _bounds(
+    recipe: Recipe,
+    learner: LearnerService,
+    sync: SyncService,
+    evaluation: EvaluationService | None,
+    records: Records,
+) -> BoundsService | None:
+    if not recipe.bounds.judges:
+        return None
+    return BoundsService(
+        recipe.bounds,
+        recipe.folder,
+        learner,
+        sync,
+        evaluation,
+        last_step=recipe.steps,
+        evaluated=records.evaluated,
+    )
 
 
 def _learner_service(recipe: Recipe, learners: Fleet) -> LearnerService:
@@ -134,7 +157,11 @@ def _agents(graph: ActorGraph, rollouts: Fleet, admin_key_hash: bytes) -> Fleet:
         recipe.gateway,
         recipe.rollout.sampling,
         key_hash=admin_key_hash,
-        terms=SessionTerms(recipe.admission.scored_samples_needed, recipe.reward is not None),
+        terms=SessionTerms(
+            recipe.admission.scored_samples_needed,
+            # With held-out tasks the reward knows their answers, and not what clients asked.
+            has_reward_function=recipe.reward is not None and recipe.evaluation is None,
+        ),
     )
 
 
@@ -304,7 +331,8 @@ def ledger_of(recipe: Recipe) -> tuple[Ledger, LedgerJournal]:
     return Ledger(journal.append), journal
 
 
-def _queue_capacity(recipe: Recipe) -> int:
-    assert recipe.admission is not None
+def _queue(recipe: Recipe, admission: AdmissionConfig) -> TrajectoryQueue[Any]:
     # Everything in flight may end at once, beside what a step has just left over.
-    return 2 * recipe.admission.concurrent_groups + recipe.admission.groups_per_step
+    capacity = 2 * admission.concurrent_groups + admission.groups_per_step
+    least = recipe.bounds.min_rewarded_sessions
+    return TrajectoryQueue(admission, capacity=capacity, least_rewarded=least)

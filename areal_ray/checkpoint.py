@@ -108,6 +108,21 @@ class Checkpoints:
             self._remove_old()
         return Checkpoint(step, final, json.loads(text))
 
+    def folder_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies, if there is one."""
+        return self._path(step)
+
+    def steps(self) -> list[int]:
+        """Of all folders there are, complete or not; the newest first."""
+        return [step for step, _ in self._newest_first()]
+
+    def remove(self, step: int) -> None:
+        """Remove the checkpoint of `step`."""
+        final = self._path(step)
+        with writing(self._folder):
+            final.rename(self._folder / f"{_REMOVING}{final.name}")
+            self._sweep()
+
     def latest(self) -> Found:
         """The newest complete checkpoint, by number, and why newer ones were passed over."""
         skipped: list[str] = []

@@ -225,6 +225,26 @@ def report(run: Run, fileroot: Fileroot = "runs") -> None:
 
 
 @app.command()
+def lineage(
+    version: Annotated[int, typer.Argument(metavar="VERSION", min=0, help="0 = as it began.")],
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Default: the newest.")] = None,
+    fileroot: Fileroot = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Tell which groups, and which sessions of agents, shaped a version of the weights."""
+    from dataclasses import asdict
+
+    from areal_ray.run_folder import find_run, run_folders
+    from areal_ray.run_listing import describe_lineage, read_lineage
+
+    newest = [] if run else run_folders(fileroot)[:1]
+    folder = newest[0] if newest else find_run(run or "newest", fileroot)
+    found = read_lineage(folder, version)
+    told = json.dumps({"run": folder.name, **asdict(found)}, indent=2)
+    print(told if as_json else describe_lineage(folder, found))
+
+
+@app.command()
 def schema(
     output: Annotated[Path | None, typer.Option(help="File to write; else printed.")] = None,
 ) -> None:

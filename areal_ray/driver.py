@@ -6,6 +6,8 @@
               waits for the two actors; bounded by their own time limits
     learn     queue -> LearnerActors (one step) -> ParamSyncActor (publish) -> gate opens
               waits for groups_per_step groups young enough; unblocked by collect()
+    hold      what a step made -> judged before a rollout gets it, replaced by the last good weights
+              where it breaks a bound of the recipe; waits for one evaluation
     evaluate  a committed version -> held-out tasks on a replica of its own, beside training
               waits for versions pinned by learn()
     watch     actors that died or came back -> why, in a line; one that is gone for good ends it all
@@ -19,12 +21,14 @@ before it samples. Nothing else has to be told. A loop that raises ends the run 
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from areal_ray.core.ledger import Lease
 from areal_ray.core.queue import Ticket
 from areal_ray.core.verdict import TOO_STALE, judge
 from areal_ray.core.versions import oldest_allowed
+from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.errors import ActorLost, DataError, DeadlineExceeded
 from areal_ray.run import PairRun, Run, ServingRun, SftRun
@@ -33,6 +37,9 @@ from areal_ray.telemetry.log import redact
 
 async def train(run: Run) -> None:
     """Run the actor graph until its last step, or until stop is asked for."""
+    if run.bounds is not None:
+        with run.waits.waiting("learner", "a look at what it begins with"):
+            await run.until_stopped(run.bounds.begin(run.version))
     if run.evaluation is not None and run.step == 0 and run.evaluation.is_due(0, run.steps):
         await run.evaluation.pin(0)
     async with asyncio.TaskGroup() as loops:
@@ -127,6 +134,7 @@ async def learn(run: Run) -> None:
                 f"step {run.step + 1} of the learner",
             )
         run.trained(tickets, run.step + 1)
+        stats = await hold(run, stats)
         with run.waits.waiting("learner", "the publish", metric="time/learner_publish_s"):
             report = await run.publish(trained_at + 1)
         run.committed(trained_at + 1)
@@ -139,6 +147,28 @@ async def learn(run: Run) -> None:
             await run.evaluation.pin(run.step)
         with run.waits.waiting("learner", "a checkpoint", metric="time/learner_checkpoint_s"):
             await run.checkpoints.save_if_due(run)
+
+
+async def hold(run: Run, stats: StepStats) -> StepStats:
+    """Hold what a step made to the bounds; where it breaks one, the last good weights come back
+    and are what is published. The step's stats with what was measured.
+
+    Raises:
+        PromotionRefused: The recipe has the run end here.
+    """
+    if run.bounds is None:
+        return stats
+    step = run.step + 1
+    with run.waits.waiting("learner", "the verdict on it", metric="time/learner_judge_s"):
+        reason = await run.until_stopped(run.bounds.judge(step, stats.metrics))
+        if reason is None:
+            reason = "stop was asked for before it was judged"
+        if reason:
+            good = await run.bounded(run.bounds.roll_back(), "the roll-back")
+            run.rolled_back(step, good, reason)
+            if not run.stopping.is_set():
+                run.bounds.check_refusals(step, reason)
+    return replace(stats, metrics={**stats.metrics, **run.bounds.measured})
 
 
 async def take(run: Run) -> list[Ticket[Any]] | None:

@@ -58,5 +58,9 @@ class PublishError(ArealRayError):
     """New weights did not reach the fleet; the committed version is unchanged."""
 
 
+class PromotionRefused(ArealRayError):
+    """What a step made broke a bound of the recipe, and the run does not go on without it."""
+
+
 class TooManyFailures(ArealRayError):
     """Too many episodes ended without a usable result; names the most frequent reason."""

@@ -48,7 +48,7 @@ _KINDS: dict[str, Parts] = {
         samples=True,
         serves=True,
         needs=("admission",),
-        refuses=("tasks", "evaluation", "sft", "preference"),
+        refuses=("tasks", "sft", "preference"),
     ),
     "sft": Parts(
         loop="fit",
@@ -121,6 +121,10 @@ def section_problems(recipe: Any) -> Iterator[str]:
         yield from _serving_problems(recipe, parts)
     elif recipe.gateway != type(recipe.gateway)():
         yield f"gateway: is given; kind: {kind} has no use for it. Remove the section."
+    if parts.loop == "train":
+        yield from _bounds_problems(recipe)
+    elif recipe.bounds != type(recipe.bounds)():
+        yield f"bounds: is given; kind: {kind} has no use for it. Remove the section."
     if kind == "distill" and parts is not _OFFLINE:
         yield from _distill_problems(recipe)
     if kind == "sft" and recipe.sft is not None and recipe.sft.distillation is not None:
@@ -149,16 +153,47 @@ def _serving_problems(recipe: Any, parts: Parts) -> Iterator[str]:
             f"gateway.upstream: is given with kind: {recipe.kind}, which has no sessions that "
             "others could serve. Remove it, or use kind: online."
         )
-    if recipe.agent != type(recipe.agent)():
+    if recipe.evaluation is None and recipe.agent != type(recipe.agent)():
         yield (
             f"agent: is given with kind: {recipe.kind}, whose agents are programs of "
             "their own. Remove the section; parsers and time-outs are in the section gateway."
+        )
+    if recipe.evaluation is not None and recipe.reward is None:
+        yield (
+            "reward: is missing with the section evaluation, whose held-out attempts it scores. "
+            "Add it, or remove evaluation."
         )
     if recipe.admission is not None and recipe.admission.at_consumption == "wait":
         yield (
             "admission.at_consumption: is wait with kind: online, where a step would wait for "
             "clients that may never come; must be drop or mask. Change it."
         )
+
+
+def _bounds_problems(recipe: Any) -> Iterator[str]:
+    bounds, admission = recipe.bounds, recipe.admission
+    if bounds.gate is not None and recipe.evaluation is None:
+        yield (
+            "bounds.gate: is given without the section evaluation, whose held-out tasks it needs. "
+            "Add it, or remove the gate."
+        )
+    if bounds.max_kl_nats is not None and recipe.objective.kl is None:
+        yield (
+            f"bounds.max_kl_nats: is {bounds.max_kl_nats:g} without objective.kl, by which it is "
+            "measured. Add 'objective.kl: {kl_ctl: 0.001}' and 'reference: {path: null}'."
+        )
+    if admission is None or not bounds.min_rewarded_sessions:
+        return
+    ahead = admission.max_head_offpolicyness
+    if isinstance(ahead, int):
+        groups = (ahead + 1) * admission.groups_per_step
+        most = groups * admission.scored_samples_needed
+        if bounds.min_rewarded_sessions > most:
+            yield (
+                f"bounds.min_rewarded_sessions: is {bounds.min_rewarded_sessions}; must be at most "
+                f"{most}, what {groups} groups are sure to have, which is all that may wait. Lower "
+                "it, or raise admission.groups_per_step or min_scored_samples."
+            )
 
 
 def _distill_problems(recipe: Any) -> Iterator[str]:

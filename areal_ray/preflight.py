@@ -277,7 +277,7 @@ def _create_problems(recipe: Recipe) -> Iterator[str]:
 
 def _code_problems(recipe: Recipe) -> Iterator[str]:
     roots = recipe.import_roots
-    if recipe.parts.samples and not recipe.parts.serves:
+    if recipe.parts.samples and (recipe.evaluation is not None or not recipe.parts.serves):
         yield from _caught("agent", lambda: check_agent_section(recipe.agent, roots))
     reward = recipe.reward
     if reward is not None:

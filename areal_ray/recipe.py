@@ -17,6 +17,7 @@ from areal_ray.agents.task_stream import TasksConfig
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.checkpoint import CheckpointConfig
 from areal_ray.core import typed_yaml, yaml_tree
+from areal_ray.core.bounds import BoundsConfig
 from areal_ray.core.config import Config
 from areal_ray.core.imports import import_roots
 from areal_ray.core.versions import AdmissionConfig
@@ -105,6 +106,8 @@ class Recipe(Config):
     """How new weights travel."""
     evaluation: EvaluationConfig | None = None
     """Held-out tasks beside training; null = none."""
+    bounds: BoundsConfig = BoundsConfig()
+    """What has to hold before new weights are promoted (kinds rl, online and distill)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save, and how many to keep."""
     cluster: ClusterConfig = ClusterConfig()

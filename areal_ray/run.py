@@ -20,6 +20,7 @@ from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftPhase
 from areal_ray.errors import ArealRayError, DeadlineExceeded
 from areal_ray.records import Records
+from areal_ray.runtime.bounds import BoundsService
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, unheard
 from areal_ray.runtime.publish_report import PublishReport
@@ -178,6 +179,8 @@ class Run(LearnerRun):
     tracker: Tracker
     supervisor: Supervisor
     evaluation: EvaluationService | None
+    bounds: BoundsService | None = None
+    """None where nothing is judged before it is promoted."""
     telemetry: TelemetryConfig
     scaling: Scaling | None = None
     secrets: frozenset[str] = frozenset()
@@ -209,6 +212,7 @@ class Run(LearnerRun):
             ref=payload,
             versions=made.versions,
             num_tokens=made.num_tokens,
+            num_rewarded=len(scored.scored_rewards()),
             metrics=scored.metrics,
             place=scored.place,
         )
@@ -222,6 +226,14 @@ class Run(LearnerRun):
         self.ledger.train([ticket.group_id for ticket in tickets], step)
         for ticket in tickets:
             self._let_go(ticket.place)
+
+    def rolled_back(self, step: int, good: int, reason: str) -> None:
+        """What a step made was refused, and the learner has the weights of version `good`."""
+        self.ledger.roll_back(step, good, reason)
+        self.records.event(
+            f"step {step}: what it made is not promoted: {reason}. Version {step} has the weights "
+            f"of version {good}"
+        )
 
     async def publish(self, version: int) -> PublishReport | None:
         """Bring a step's weights to the fleet.
@@ -286,6 +298,8 @@ class Run(LearnerRun):
         """What the next step still lacks, and who has owed it for the longest."""
         needed = self.admission.groups_per_step
         text = f"{max(0, needed - len(self.queue))} of {needed} groups"
+        if self.queue.lacks_rewarded:
+            text += f" and {self.queue.lacks_rewarded} rewarded episodes"
         oldest = self.tracker.oldest()
         if oldest is not None:
             group_id, where = oldest

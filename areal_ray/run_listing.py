@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_ray.core.journal import JOURNAL_FOLDER, resumption_lines
+from areal_ray.core.journal import JOURNAL_FOLDER, read_ledger, resumption_lines
+from areal_ray.core.lineage import Lineage, lineage_of
 from areal_ray.run_folder import read_status
 from areal_ray.telemetry.summary import read_summary
 from areal_ray.telemetry.views import duration_text
@@ -21,11 +22,7 @@ def list_runs(folders: Sequence[Path]) -> str:
         ("run", "state", "step", "version", "reward", "held-out", "changed")
     ]
     rows += [_row(folder) for folder in folders]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return _table(rows)
 
 
 def describe_run(folder: Path) -> str:
@@ -61,6 +58,59 @@ def state_of(folder: Path) -> str:
         return "running"
     summary = read_summary(folder)
     return str(summary["outcome"]) if summary else "ended without a summary"
+
+
+def read_lineage(folder: Path, version: int) -> Lineage:
+    """How a version of a run came about.
+
+    Raises:
+        DataError: The run has no such version, or its ledger is damaged.
+    """
+    return lineage_of(read_ledger(folder / JOURNAL_FOLDER), version)
+
+
+def describe_lineage(folder: Path, lineage: Lineage) -> str:
+    """Which groups and sessions shaped a version: a line a fact, then a line a group."""
+    record = lineage.record
+    lines = [f"run      {folder.name}", f"version  {record.version}"]
+    if record.parent is None:
+        return "\n".join([*lines, "weights  the starting model"])
+    made = "its candidate" if record.restored is not None else "it"
+    lines.append(f"step     {record.version} made {made} from version {record.parent}")
+    if record.restored is not None:
+        lines.append(f"weights  of version {record.restored} again: {record.refusal}")
+    elif record.undone_by is not None:
+        lines.append(f"undone   by version {record.undone_by}, which went back behind it")
+    shaped = [str(one.version) for one in lineage.shaped_by]
+    lines.append("in it    versions " + _shortened(shaped, " <- "))
+    rewards = [r for group in record.groups for r in group.rewards if r is not None]
+    mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+    lines.append(
+        f"groups   {len(record.groups)}, {len(rewards)} episodes with a reward{mean}"
+        + (f", {len(record.sessions)} sessions" if record.sessions else "")
+    )
+    table: list[tuple[str, ...]] = [("group", "sampled by", "tokens", "rewards", "sessions")]
+    for group in record.groups:
+        oldest, newest = group.sampled_by
+        by = str(oldest) if oldest == newest else f"{oldest} to {newest}"
+        given = " ".join(_UNKNOWN if r is None else f"{r:g}" for r in group.rewards)
+        table.append((group.group, by, str(group.tokens), given, " ".join(group.sessions)))
+    return "\n".join([*lines, _table(table)])
+
+
+def _shortened(names: Sequence[str], between: str, most: int = 12) -> str:
+    """The first names and the last, where there are many."""
+    if len(names) > most:
+        names = [*names[: most - 2], "...", names[-1]]
+    return between.join(names)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def _row(folder: Path) -> tuple[str, ...]:

@@ -97,6 +97,10 @@ class Ledger:
         self.trained += len(group_ids)
         self._write({"event": "trained", "step": step, "groups": group_ids})
 
+    def roll_back(self, step: int, to: int, reason: str) -> None:
+        """What `step` made was refused; its version has the weights of version `to` again."""
+        self._write({"event": "rolled_back", "step": step, "to": to, "reason": reason})
+
     def drop(self, group_id: str, reason: str) -> None:
         """A scored group is not trained on: too stale, or it teaches nothing."""
         self._end(group_id, LedgerState.LEASED, LedgerState.COMMITTED)

@@ -27,6 +27,8 @@ class Ticket(Generic[RefT]):
     """Of its sampled tokens, each once, the oldest first."""
     num_tokens: int
     """All tokens of all siblings: what the group costs the learner."""
+    num_rewarded: int = 0
+    """Siblings with a reward."""
     metrics: tuple[tuple[str, float, float], ...] = ()
     """(name, value, weight) that the group adds to the row of the step that trains on it."""
     place: JournalPlace | None = None
@@ -56,8 +58,10 @@ class Take(Generic[RefT]):
 class TrajectoryQueue(Generic[RefT]):
     """FIFO of tickets that holds the staleness bound at consumption."""
 
-    def __init__(self, config: AdmissionConfig, *, capacity: int) -> None:
+    def __init__(self, config: AdmissionConfig, *, capacity: int, least_rewarded: int = 0) -> None:
+        """`least_rewarded`: episodes with a reward that wait here before any group is taken."""
         self._config = config
+        self._least_rewarded = least_rewarded
         self._capacity = capacity
         self._tickets: list[Ticket[RefT]] = []
         self._expected: dict[str, int] = {}
@@ -66,6 +70,11 @@ class TrajectoryQueue(Generic[RefT]):
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    @property
+    def lacks_rewarded(self) -> int:
+        """Episodes with a reward that are still to come before any group is taken."""
+        return max(0, self._least_rewarded - sum(t.num_rewarded for t in self._tickets))
 
     def expect(self, group_id: str, version: int) -> None:
         """A group was admitted at `version`; it will be put or forgotten."""
@@ -103,7 +112,8 @@ class TrajectoryQueue(Generic[RefT]):
                 # Oldest first; among equals in order of arrival (sort is stable).
                 order = sorted(self._tickets, key=lambda ticket: ticket.oldest_version)
                 taken, left = order[:count], order[count:]
-                if len(taken) == count and not self._waits(taken, left, version):
+                is_enough = len(taken) == count and not self.lacks_rewarded
+                if is_enough and not self._waits(taken, left, version):
                     self._tickets = left
                     return Take(taken, [])
                 await self._changed.wait()

@@ -110,6 +110,10 @@ class EvaluationService:
         self._served = first_version
         self._seed = seed
         self._waiting: asyncio.Queue[Pinned | None] = asyncio.Queue()
+        self._scoring = asyncio.Lock()
+        self._rounds = 0
+        self.scored_version = _UNKNOWN
+        """One that was scored before it was committed: it needs no pin."""
 
     @property
     def fleets(self) -> list[Fleet]:
@@ -124,9 +128,12 @@ class EvaluationService:
         return step == last_step or (every > 0 and step % every == 0)
 
     async def pin(self, step: int) -> None:
-        """Queue the version that is committed now; its weights are kept until it was scored."""
+        """Queue the version that is committed now, unless it has its score; its weights are kept
+        until then."""
         assert self._sync is not None, "without training there is only one version"
         committed = await self._sync.committed()
+        if committed.version == self.scored_version:
+            return
         files = [file for file in committed.snapshot if isinstance(file, WeightFile)]
         pins = tuple(pin(file) for file in files)
         await self._waiting.put(Pinned(step, committed, pins))
@@ -141,12 +148,30 @@ class EvaluationService:
             yield pinned
             pinned.release()
 
+    async def score_committed(self, step: int) -> EvaluationResult:
+        """The version that is committed now, before any other that waits."""
+        assert self._sync is not None, "without training there is only one version"
+        return await self.score(Pinned(step, await self._sync.committed()))
+
+    async def score_candidate(self, step: int, candidate: Committed) -> EvaluationResult:
+        """Weights that are not committed, and may never be: the replica is asked to keep them for
+        this alone."""
+        try:
+            return await self.score(Pinned(step, candidate))
+        finally:  # other weights may get that version
+            self._served = _UNKNOWN
+
     async def score(self, pinned: Pinned) -> EvaluationResult:
-        """Every held-out task, `n_samples` times, under the pinned version.
+        """Every held-out task, `n_samples` times, under the pinned version; one after the other.
 
         Raises:
             ActorLost: The replica could not be brought to the version.
         """
+        async with self._scoring:
+            self._rounds += 1
+            return await self._score(pinned)
+
+    async def _score(self, pinned: Pinned) -> EvaluationResult:
         started = time.monotonic()
         size = self._config.max_concurrent_tasks
         batches = [self._tasks[i : i + size] for i in range(0, len(self._tasks), size)]
@@ -205,7 +230,7 @@ class EvaluationService:
     ) -> list[tuple[GroupSummary, ScoreSummary]]:
         # The same seed for each version: the curve shows the weights, not the dice.
         seeds = [derive_seed(self._seed, "evaluation", task.id) for task in tasks]
-        group_ids = [f"eval/{version}/{task.id}/{attempt}" for task in tasks]
+        group_ids = [f"eval/{version}/{task.id}/{self._rounds}.{attempt}" for task in tasks]
         samples = self._config.n_samples
         made, payloads = await self._agents.submit_payload(
             await self._agents.least_busy(), "run_groups", tasks, group_ids, samples, seeds

@@ -174,11 +174,13 @@ class LearnerActor:
     def _train_step(self, share: Share, version: int, oldest_version: int) -> StepStats:
         groups = iter(self._fetch([group for part in share for group in part]))
         minibatches = [[next(groups) for _ in part] for part in share]
-        engine = self._ready()
-        stats = engine.train_step(minibatches, version, oldest_version)
-        if self._setup.probe_tokens:  # here, where all ranks are at it together
-            self._probe = engine.probe(self._setup.probe_tokens)
+        stats = self._ready().train_step(minibatches, version, oldest_version)
+        self._take_probe()
         return _with_memory(stats)
+
+    def _take_probe(self) -> None:
+        if self._setup.probe_tokens:  # here, where all ranks are at it together
+            self._probe = self._ready().probe(self._setup.probe_tokens)
 
     def _fetch(self, wanted: Sequence[tuple[Any, JournalPlace | None]]) -> list[Group]:
         try:  # all at once: small payloads come from the driver, a round trip each
@@ -230,6 +232,14 @@ class LearnerActor:
         """Model, optimizer and random state into an existing folder."""
         await self._on(self._work, lambda: self._ready().save(Path(folder)))
 
+    async def restore(self, folder: str) -> None:
+        """Go back to what `save` left in a folder."""
+        await self._on(self._work, self._restore, folder)
+
+    def _restore(self, folder: str) -> None:
+        self._ready().load(Path(folder))
+        self._take_probe()
+
     async def export(self, folder: str) -> None:
         """A Hugging Face checkpoint into an existing folder."""
         await self._on(self._work, lambda: self._ready().export(Path(folder)))
@@ -244,9 +254,12 @@ class LearnerActor:
         """Join a collective group, or open its meeting point; the address."""
         return await self._on(self._transfers, self._sends().join, membership, rank)
 
-    async def weights_send(self, plan: BucketPlan, version: int) -> Sent:
+    async def weights_send(
+        self, plan: BucketPlan, version: int, is_candidate: bool = False
+    ) -> Sent:
         """Send the present weights as `version`; their digests, and the last step's probe.
 
+        A candidate is made ready for `weights_snapshot` alone.
         On the other ranks: give rank 0 what it reads of them meanwhile, and return nothing.
         """
         engine = self._ready()
@@ -256,14 +269,15 @@ class LearnerActor:
         needed = self._others if engine.is_sharded else ()
         serving = [other.weights_send.remote(plan, version) for other in needed]
         try:
-            return await self._on(self._transfers, self._send, plan, version)
+            return await self._on(self._transfers, self._send, plan, version, is_candidate)
         finally:  # one that died is told of rather than the exchange that it broke
             for rank, answer in enumerate(serving, start=1):
                 await ask(f"learner-{rank}", answer, "weights_send", _LET_GO_S)
 
-    def _send(self, plan: BucketPlan, version: int) -> Sent:
+    def _send(self, plan: BucketPlan, version: int, is_candidate: bool) -> Sent:
         try:
-            return Sent(self._sends().send(plan, version), self._probe)
+            digests = self._sends().send(plan, version, is_candidate=is_candidate)
+            return Sent(digests, self._probe)
         finally:
             self._ready().release_weights()
 
@@ -279,11 +293,6 @@ class LearnerActor:
         """Answers at once, also during a step."""
         steps = self._engine.steps_taken if self._engine is not None else 0
         return LearnerHealth(self._name, self._incarnation, steps)
-
-    async def close(self) -> None:
-        """Leave the other ranks."""
-        if self._engine is not None:
-            await self._on(self._work, self._engine.close)
 
     def _ready(self) -> "TorchTrainEngine":
         assert self._engine is not None, "start() comes first"

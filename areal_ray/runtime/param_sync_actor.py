@@ -25,6 +25,7 @@ from areal_ray.core.canary import Check, Probe, Sent, Swapped
 from areal_ray.errors import ArealRayError, DeadlineExceeded, PublishError
 from areal_ray.runtime.answers import Answers, ask, ask_all
 from areal_ray.runtime.canary_vote import CanaryVote, check_of
+from areal_ray.runtime.candidate import take_candidate
 from areal_ray.runtime.membership import Membership, refusal
 from areal_ray.runtime.publish_report import Committed, ParamSyncHealth, PublishReport
 from areal_ray.runtime.roster import Roster
@@ -55,8 +56,7 @@ class ParamSyncActor:
         self._committed = Committed(version)
         self._probe: Probe | None = None
         self._vote = CanaryVote(self._limit_s, self._settled)
-        self._publishing = asyncio.Lock()
-        self._snapshotting = asyncio.Lock()
+        self._publishing, self._snapshotting = asyncio.Lock(), asyncio.Lock()
         self._doing = ("idle", 0.0)
 
     async def set_members(self, learner: Any, replicas: Mapping[str, Any]) -> None:
@@ -64,8 +64,7 @@ class ParamSyncActor:
         async with self._publishing:
             if learner is not self._learner:
                 self._address, self._plan = "", None
-            self._learner = learner
-            self._membership = None
+            self._learner, self._membership = learner, None
             self._roster.close()
             self._roster = Roster(replicas)
 
@@ -102,6 +101,11 @@ class ParamSyncActor:
                 return await self._publish(version)
             finally:
                 self._doing = ("idle", 0.0)
+
+    async def candidate(self, version: int) -> Committed:
+        """The learner's present weights, to be judged before they are published."""
+        async with self._publishing:
+            return await take_candidate(self._learner, self._config, version)
 
     async def committed(self) -> Committed:
         """The committed version and, once something was published, its bytes.

@@ -100,7 +100,7 @@ def plan_layout(
         groups["learner"] = tuple(
             _bundles("learner", learner.ranks, learner.num_cpus, learner.num_gpus)
         )
-    if agent is not None:
+    if agent is not None and gateway is None:  # else programs outside attempt the tasks
         services += _bundles("agent", agent.replicas, agent.num_cpus)
     if reward is not None:
         services += _bundles("reward", reward.replicas, reward.num_cpus)

@@ -245,6 +245,10 @@ class LearnerService:
         """Model, optimizer and random state into an existing folder."""
         await self._all("save", folder)
 
+    async def restore(self, folder: str) -> None:
+        """Go back to what `save` left in a folder."""
+        await self._all("restore", folder)
+
     async def export(self, folder: str) -> None:
         """A Hugging Face checkpoint into an existing folder."""
         await self._all("export", folder)
@@ -305,6 +309,10 @@ class SyncService:
                     self._tell(f"publish waits for a rollout to come back ({error})")
                     is_told = True
                 await asyncio.sleep(_RETRY_S)
+
+    async def candidate(self, version: int) -> Committed:
+        """The learner's present weights, before they become this version or are given up."""
+        return await call("param-sync", self.handle.candidate.remote(version))
 
     async def committed(self) -> Committed:
         """The version in force and, where there is one, its snapshot."""

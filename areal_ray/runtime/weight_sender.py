@@ -81,8 +81,10 @@ class WeightSender:
             self._group = collective.join_group(membership, rank, self._store)
         return address
 
-    def send(self, plan: BucketPlan, version: int) -> list[str]:
+    def send(self, plan: BucketPlan, version: int, *, is_candidate: bool = False) -> list[str]:
         """Pack this version, send it if in a group, and keep it for `snapshot`.
+
+        A candidate is sent to nobody, and replaced by the next version that is of its number.
 
         Returns:
             Digest of each bucket.
@@ -91,8 +93,9 @@ class WeightSender:
             GroupBroken: A receiver went away or did not take its buckets in time.
         """
         buffer = self._buffer_for(plan, version)
+        group = None if is_candidate else self._group
         try:
-            digests = self._send_buckets(plan, version, buffer)
+            digests = self._send_buckets(plan, version, buffer, group)
             seal(plan, buffer.array, version, digests)
             self._kept[version] = _Kept(plan.digest, buffer, tuple(digests))
         finally:
@@ -128,11 +131,16 @@ class WeightSender:
         if group is not None:
             collective.leave_group(group)
 
-    def _send_buckets(self, plan: BucketPlan, version: int, buffer: SharedBuffer) -> list[str]:
+    def _send_buckets(
+        self,
+        plan: BucketPlan,
+        version: int,
+        buffer: SharedBuffer,
+        group: collective.BytesGroup | None,
+    ) -> list[str]:
         """One bucket is packed and hashed while the one before it is on the wire."""
         weights = tensor_bytes.InOrder(self._weights())
         flat = tensor_bytes.as_tensor(buffer.array)
-        group = self._group
         if group is not None and group.next_is_delta():
             before = self._kept.get(version - 1)
             base = before.buffer.array if before and before.plan_digest == plan.digest else None

@@ -29,6 +29,9 @@ eval/loss | | last | The loss on held-out pairs.
 eval/margin_mean | | last | Reward of the better held-out answer less that of the worse.
 eval/wall_s | s | last | From the first held-out episode or pair to the last.
 
+bounds/candidate_accuracy_fraction | fraction | last | Held-out, of a step's weights when judged.
+bounds/refused_versions | versions | sum | 1 when what a step made was refused and undone.
+
 staleness/mean_versions | versions | mean | Learner version - oldest version trained on, by group.
 staleness/max_versions | versions | max | Largest staleness of a group trained in the step.
 staleness/bound_versions | versions | last | admission.max_head_offpolicyness; absent if unlimited.
@@ -146,6 +149,7 @@ agent/restarts | restarts | sum | Agent actors that were replaced.
 time/step_s | s | mean | From one row to the next.
 time/learner_wait_s | s | sum | Learner: waits for groups.
 time/learner_train_s | s | sum | Learner: log-probs, loss, optimizer.
+time/learner_judge_s | s | sum | Learner: waits for the verdict on what it made (bounds).
 time/learner_publish_s | s | sum | Learner: sends weights.
 time/learner_checkpoint_s | s | sum | Learner: writes a checkpoint.
 time/rollout_busy_s | s | mean | Rollout: prefill and decode, mean over replicas.

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from areal_ray.agents import Task
@@ -22,6 +23,11 @@ def tasks(num_tasks: int = 64) -> list[Task]:
 def conversations() -> list[list[dict[str, str]]]:
     """The ten different questions with their answers."""
     return [[*task.messages, {"role": "assistant", "content": task.answer}] for task in tasks(10)]
+
+
+def held_out() -> list[Task]:
+    """Others than those to train on."""
+    return [replace(task, id=f"held-{task.id}") for task in tasks(4)]
 
 
 # Agents
@@ -79,6 +85,13 @@ async def kills_its_actor(task: Task, client: Any, task_id: str = "t3") -> None:
 def parity(task: Task, trajectory: Any) -> float:
     """1 for replies of an odd sum of token ids: half of them, whatever the policy."""
     return float(trajectory.token_ids[trajectory.loss_mask].sum() % 2)
+
+
+def falls(task: Task, trajectory: Any, versions: tuple[int, ...] = ()) -> float:
+    """Of held-out tasks 1, and 0 for what these versions say; of others as `parity`."""
+    if not task.id.startswith("held-"):
+        return parity(task, trajectory)
+    return float(not set(versions) & set(trajectory.versions[trajectory.loss_mask].tolist()))
 
 
 def exact(task: Task, trajectory: Any) -> float:

@@ -1,0 +1,90 @@
+"""Runs whose new weights break a bound: no rollout gets them, and the good ones come back."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from areal_ray.errors import PromotionRefused
+from areal_ray.run_listing import read_lineage
+from areal_ray.telemetry.rows import read_rows
+from tests.support.whole_runs import Runs, assert_books_balance, episodes_of, events_of
+
+KEEP_ALL = ("checkpoint.every_steps=1", "checkpoint.keep=9", "evaluation.before=false")
+GATE = (
+    "evaluation.tasks.source=tests.support.digits:held_out",
+    "reward.score=tests.support.digits:falls",
+    "bounds.gate={max_drop: 0.2}",
+)
+
+
+def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Of the checkpoint after a step."""
+    return load_file(folder / f"checkpoints/step-{step:06d}/model.safetensors")
+
+
+def are_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def state_at(folder: Path, step: int) -> dict:
+    """Optimizer and schedule of the checkpoint after a step."""
+    (file,) = (folder / f"checkpoints/step-{step:06d}").glob("*.pt")
+    return torch.load(file, weights_only=True)
+
+
+def test_a_version_that_scores_worse_is_not_promoted_and_the_run_goes_on_from_the_good_one(
+    runs: Runs,
+) -> None:
+    summary = runs.run("falls", *KEEP_ALL, *GATE, "reward.args.versions=[3]")
+    folder = runs.folder / "falls"
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", 6, 6)
+    assert_books_balance(folder)
+    good, restored = weights_at(folder, 2), weights_at(folder, 3)
+    assert are_equal(restored, good)
+    assert not are_equal(weights_at(folder, 1), good)
+    assert not are_equal(weights_at(folder, 4), good)
+    assert state_at(folder, 3)["steps_taken"] == state_at(folder, 2)["steps_taken"] == 2
+    assert state_at(folder, 4)["steps_taken"] == 3
+    assert "step 3: what it made is not promoted: held-out accuracy is 0.000" in events_of(folder)
+    rows = list(read_rows(folder / "metrics.jsonl"))
+    refused = {r["step"]: r["bounds/refused_versions"] for r in rows if r["kind"] == "step"}
+    assert refused == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
+    assert [r["version"] for r in rows if r["kind"] == "eval"] == [0, 1, 2, 4, 5, 6]
+    # The fleet sampled under version 3, which has the good weights.
+    assert 3 in {t["version"] for e in episodes_of(folder) for t in e["tokens"]}
+    third, last = read_lineage(folder, 3), read_lineage(folder, 6)
+    assert (third.record.restored, third.record.undone_by) == (2, 3)
+    assert len(third.record.groups) == 4
+    assert [record.version for record in last.shaped_by] == [6, 5, 4, 2, 1, 0]
+
+
+def test_refusals_in_a_row_end_the_run_with_the_reason(runs: Runs) -> None:
+    how = ("reward.args.versions=[1,2,3,4,5,6]", "bounds.max_refusals=2")
+    error = runs.failure("refused", *KEEP_ALL, *GATE, *how)
+    assert isinstance(error, PromotionRefused)
+    assert "step 2: what it made is not promoted" in str(error)
+    assert "refusal 2 in a row" in str(error)
+
+
+def test_weights_too_far_from_the_starting_model_are_left_for_those_before(runs: Runs) -> None:
+    """What step 1 made is found to be too far off by step 2, which so goes back to the start."""
+    summary = runs.run(
+        "far",
+        *KEEP_ALL[:2],
+        "steps=3",
+        "reference.path=null",
+        "objective.kl={kl_ctl: 0.000001, estimator: k3, where: loss}",
+        "bounds.max_kl_nats=0.0000001",
+        "learner.optimizer.lr=0.01",
+    )
+    folder = runs.folder / "far"
+    assert (summary.outcome, summary.version) == ("finished", 3)
+    begun = load_file(runs.folder / "tiny/model.safetensors")
+    assert not are_equal(weights_at(folder, 1), begun)
+    assert are_equal(weights_at(folder, 2), begun)
+    assert "KL from the reference model is" in events_of(folder)
+    ledger = (folder / "journal/ledger.jsonl").read_text(encoding="utf-8").splitlines()
+    undone = [e for e in map(json.loads, ledger) if e["event"] == "rolled_back"]
+    assert [(e["step"], e["to"]) for e in undone] == [(2, 0)]
