@@ -8,9 +8,9 @@ it.
 import json
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,14 +21,11 @@ from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.telemetry.log import redact, secret_values
 
 if TYPE_CHECKING:
-    from areal_ray.handle import RunHandle
     from areal_ray.recipe import Recipe
 
 DEMO_RECIPE = Path("recipes/calculator/grpo.yaml")
 
 _TRACE = "--trace"
-_POLL_S = 0.1
-_STOPS = frozenset((signal.SIGINT, signal.SIGTERM))
 
 app = typer.Typer(
     name="areal-ray",
@@ -346,46 +343,13 @@ def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) 
 
     preflight(recipe, resume=resume, overwrite=overwrite)  # tells before the heavy imports
 
+    from areal_ray.following import follow, stops_pending
     from areal_ray.handle import launch
 
-    # Blocked before the run's threads are there, which inherit it: Ray puts a handler of its own in
-    # place, that would end the process. They stay pending until _follow takes them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
-    try:
+    with stops_pending():
         handle = launch(recipe, resume=resume, overwrite=overwrite, is_checked=True)
-        raise typer.Exit(_follow(handle))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _follow(handle: "RunHandle") -> int:
-    """Wait for a run; Ctrl-C or SIGTERM stops it, a second one ends the process at once."""
-    asked: list[int] = []
-    is_told = not handle.recipe.parts.serves
-    while True:
-        if not is_told and handle.gateway is not None:
-            is_told = True
-            handle.tell(handle.gateway.lines())
-            if handle.recipe.telemetry.console == "off":  # somebody has to know
-                print(handle.gateway.lines(), flush=True)
-        taken = signal.sigtimedwait(_STOPS, _POLL_S)
-        if taken is not None:
-            if asked:
-                os._exit(128 + taken.si_signo)
-            asked.append(taken.si_signo)
-            handle.stop()
-            _complain("stopping; once more to end at once")
-        try:
-            summary = handle.wait(0.0)
-        except TimeoutError:
-            continue
-        except ArealRayError as error:
-            if handle.recipe.telemetry.console == "off":
-                raise
-            return error.exit_code  # the display has told it
-        if asked:
-            return 128 + asked[0]
-        return 0 if summary.outcome == "finished" else 1
+        show = partial(print, flush=True)
+        raise typer.Exit(follow(handle, tell=show, complain=_complain))
 
 
 def _tell_defect(

@@ -21,11 +21,7 @@ from areal_ray.core.bounds import BoundsConfig
 from areal_ray.core.config import Config
 from areal_ray.core.imports import import_roots
 from areal_ray.core.versions import AdmissionConfig
-from areal_ray.engines.objective_checks import (
-    Surroundings,
-    objective_cautions,
-    objective_problems,
-)
+from areal_ray.engines import objective_checks
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftConfig
 from areal_ray.engines.train_config import (
@@ -200,7 +196,8 @@ class Recipe(Config):
         """What may work and rarely does, one line each; told when it is planned or run."""
         if self.parts.loop != "train" or self.admission is None:
             return []
-        return objective_cautions(self.objective, self.admission.max_head_offpolicyness)
+        ahead = self.admission.max_head_offpolicyness
+        return objective_checks.objective_cautions(self.objective, ahead)
 
     @property
     def digest(self) -> str:
@@ -243,7 +240,7 @@ class Recipe(Config):
             "evaluation.sampling."
             for name in self.rollout.sampling.adjustments
         ]
-        around = Surroundings(
+        around = objective_checks.Surroundings(
             critic=self.critic,
             reference=self.reference,
             teacher=self.teacher,
@@ -252,7 +249,7 @@ class Recipe(Config):
             groups_per_step=groups,
             num_minibatches=minibatches,
         )
-        return problems + objective_problems(self.objective, around)
+        return problems + objective_checks.objective_problems(self.objective, around)
 
     def _gpu_problems(self) -> list[str]:
         supply = self.cluster.n_nodes * self.cluster.n_gpus_per_node

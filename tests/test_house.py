@@ -27,8 +27,8 @@ FLOORS = [
     {
         *("driver", "recipe", "run", "records", "handle", "assembly", "prepare"),
         *("preflight", "plan", "run_listing", "actors", "session", "ending", "kinds", "smoke"),
-        *("model_function", "model_check", "gateway_access", "agent_check", "control", "scaling"),
-        "serving",
+        *("model_function", "model_check", "gateway_access", "agent_check", "control"),
+        *("scaling", "following", "serving"),
     },
     {"cli"},
 ]

@@ -120,7 +120,8 @@ def test_a_secret_of_the_environment_is_in_no_message(recipe, capsys, monkeypatc
 GOES_ON = """
 import signal
 from types import SimpleNamespace
-from areal_ray.cli import _STOPS, _follow
+from areal_ray.cli import _complain
+from areal_ray.following import STOPS, follow
 
 class Handle:
     gateway = None
@@ -132,9 +133,9 @@ class Handle:
     def wait(self, timeout_s):
         raise TimeoutError
 
-signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 print("ready", flush=True)
-_follow(Handle())
+follow(Handle(), tell=print, complain=_complain)
 """
 
 
