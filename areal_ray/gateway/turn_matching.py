@@ -108,7 +108,9 @@ class _Finder:
         at = root
         new: list[tuple[ConversationKey, Mapping[str, Any]]] = []
         for index, message in enumerate(messages):
-            answered = self._answered(message, index)
+            # Where a model calls tools in its text, the agent has ids of its own for the results.
+            is_in_text = place.has_past and not self._call_ids
+            answered = message if is_in_text else self._answered(message, index)
             key = _key(answered)
             below = None if new else self._below(at, answered, key, place)
             if below is not None:

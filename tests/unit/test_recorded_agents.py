@@ -210,6 +210,14 @@ def test_a_result_of_no_call_is_refused_by_its_place_and_id():
         model.open([*START, lost], TOOLS)
 
 
+def test_the_result_of_a_call_in_the_text_keeps_the_agent_s_id():
+    model = RecordedModel()
+    said = model.say(START, "<tool>17+25</tool>")
+    model.say([*START, said, {"role": "tool", "tool_call_id": "sum", "content": "42"}], "42")
+    (line,) = model.lines()
+    assert model.text(line.token_ids).count("17+25</tool>") == 1
+
+
 def test_a_billing_line_of_each_request_breaks_no_line():
     model = RecordedModel()
     said = model.say([system("x-billing: cch=ab12;\nbe good"), user("a")], "b")

@@ -1,0 +1,61 @@
+"""The calculator agent on Anthropic's SDK: a base URL and a key, nothing else.
+
+AREAL_RAY_ADMIN_KEY=KEY python -m recipes.online.anthropic_agent URL
+"""
+
+import argparse
+import itertools
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from anthropic import Anthropic
+
+from areal_ray.agents import Task
+from recipes.calculator.agent import calculate
+from recipes.calculator.tasks import train
+from recipes.online.sessions import finish, start
+
+_CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
+_AT_ONCE = 32
+
+
+def solve(task: Task, client: Anthropic) -> str:
+    """Ask, run the tool if it is called, ask again."""
+    messages: list[Any] = list(task.messages)
+    said = _ask(client, messages)
+    if (call := _CALL.search(said)) is None:
+        return said
+    result = {"type": "tool_result", "tool_use_id": "sum", "content": calculate(call[1])}
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    return _ask(client, messages)
+
+
+def _ask(client: Anthropic, messages: list[Any]) -> str:
+    reply = client.messages.create(model="policy", max_tokens=64, messages=messages)
+    return "".join(block.text for block in reply.content if block.type == "text")
+
+
+def main() -> None:
+    """Attempt tasks, each a few times: training compares the attempts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", help="as `areal-ray serve` prints it")
+    parser.add_argument("--tasks", type=int, help="stop after so many; without it, never")
+    args = parser.parse_args()
+    key = os.environ["AREAL_RAY_ADMIN_KEY"]
+    client = Anthropic(base_url=args.url, api_key=key, max_retries=8)
+
+    def attempt(tasks: list[Task]) -> None:
+        for task in itertools.islice(itertools.cycle(tasks), len(tasks) if args.tasks else None):
+            for session in start(args.url, key, task.id, group_size=8):
+                answer = solve(task, client.with_options(api_key=session["api_key"]))
+                finish(args.url, session, reward=float(answer.strip() == task.answer))
+
+    tasks = train(args.tasks or 4096)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(attempt, [tasks[one::_AT_ONCE] for one in range(_AT_ONCE)]))
+
+
+if __name__ == "__main__":
+    main()
