@@ -18,7 +18,6 @@ from recipes.calculator.tasks import train
 from recipes.online.sessions import finish, start
 
 _CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
-_AT_ONCE = 32
 
 
 def solve(task: Task, client: Anthropic) -> str:
@@ -37,7 +36,7 @@ def _ask(client: Anthropic, messages: list[Any]) -> str:
     return "".join(block.text for block in reply.content if block.type == "text")
 
 
-def main() -> None:
+def main(at_once: int = 32) -> None:
     """Attempt tasks, each a few times: training compares the attempts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", help="as `areal-ray serve` prints it")
@@ -53,8 +52,8 @@ def main() -> None:
                 finish(args.url, session, reward=float(answer.strip() == task.answer))
 
     tasks = train(args.tasks or 4096)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(attempt, [tasks[one::_AT_ONCE] for one in range(_AT_ONCE)]))
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(attempt, [tasks[one::at_once] for one in range(at_once)]))
 
 
 if __name__ == "__main__":
