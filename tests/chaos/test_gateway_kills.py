@@ -9,6 +9,7 @@ from typing import Any
 from areal_ray import launch
 from areal_ray.core.journal import read_ledger
 from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.sessions import Sessions, SessionsConfig
 from areal_ray.gateway.template import ChatTemplate
 from tests.support.online import RECIPE, acknowledged, agent_program, sessions_trained
@@ -53,8 +54,7 @@ def unaccounted(folder: Path, model: Path, sessions: list[str]) -> set[str]:
     held = Sessions(
         SessionsConfig(),
         lambda: Recorder(template),
-        folder / "journal",
-        name="0",
+        SessionJournal(folder / "journal", "0"),
         admin_key_hash=b"",
     )
     known = set(held.book.sessions) | {name for name, past in held.book.past.items() if past.reason}

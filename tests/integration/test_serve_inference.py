@@ -22,6 +22,8 @@ from tests.support.sdk_clients import SHOWS_ALL
 from tests.support.tiny_models import write_tiny_model
 
 HELLO: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
+PRINTED = dict.fromkeys(range(3, 97), 50)
+"""Letters and digits alone: each token of a reply is text that can be shown, none ends it."""
 ASKED: dict[str, Any] = {"model": "any", "messages": HELLO, "max_tokens": 24}
 
 
@@ -57,7 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (model / "chat_template.jinja").write_text(SHOWS_ALL)
     words = (
         "rollout.engine.max_context_tokens=512",
-        "rollout.sampling.logit_bias={2: -100}",  # no end of turn: replies have something in them
+        f"rollout.sampling.logit_bias={PRINTED}",
         "cluster.num_cpus=2",
     )
     environment = clean_environment()
@@ -98,7 +100,7 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
         assert cold == {plain.choices[0].message.content}
         assert client.models.list().data[0].id == str(served.fileroot / "model")
     with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as other:
-        with other.messages.stream(**ASKED, temperature=0) as stream:
+        with other.messages.stream(**ASKED, extra_body={"temperature": 0}) as stream:
             pieces = list(stream.text_stream)
         assert "".join(pieces).strip() == plain.choices[0].message.content.strip()
     stranger = openai.OpenAI(base_url=url, api_key="another", max_retries=0)
