@@ -5,7 +5,7 @@ An adapter of the layer `x.q_proj` is `x.q_proj.lora_A.weight` [rank, in] and
 begin with `base_model.model.`, as peft writes and vLLM reads them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,8 +163,3 @@ def read_adapters(checkpoint: Path | str) -> dict[str, Tensor]:
             "run with model.lora. Resume from another step, or without model.lora."
         ) from error
     return {name.removeprefix(_IN_FILES): tensor for name, tensor in found.items()}
-
-
-def adapters_among(names: Iterable[str]) -> list[str]:
-    """Those names that are of adapters."""
-    return [name for name in names if name.endswith((_DOWN, _UP))]

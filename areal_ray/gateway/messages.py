@@ -97,14 +97,6 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
-def reply_key(reply: Reply) -> MessageKey:
-    """`message_key` of the assistant message that `reply` becomes."""
-    calls = tuple(
-        (call.name, _arguments_key(json.loads(call.arguments))) for call in reply.tool_calls
-    )
-    return "assistant", reply.text.strip(), calls
-
-
 def reply_message(reply: Reply) -> dict[str, Any]:
     """The canonical assistant message that `reply` becomes."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}

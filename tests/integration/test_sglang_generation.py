@@ -19,6 +19,7 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.sglang_generation import SglangGenerationEngine
 from areal_ray.engines.sglang_generation_config import SglangGenerationConfig
 from areal_ray.errors import EngineDied, EngineError
+from tests.support.command_line import is_alive
 from tests.support.generation import (
     Served,
     forcing_weights,
@@ -545,14 +546,6 @@ def test_a_killed_replica_takes_its_server_along():
 def server_process(engine: Any) -> int:
     """The process that listens."""
     return server_below(engine._server._guard.pid)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def test_pause_from_the_engines_own_thread_does_not_wait_for_itself(folder):
