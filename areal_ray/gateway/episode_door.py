@@ -8,7 +8,6 @@ sockets close.
 """
 
 import asyncio
-import hashlib
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from areal_ray.gateway.answer import PROMPT_FILLS_CONTEXT
 from areal_ray.gateway.call import CallError, CallHints
 from areal_ray.gateway.door import SessionRecord, unknown_key
 from areal_ray.gateway.exchange import Exchange
+from areal_ray.gateway.fields import refuse
+from areal_ray.gateway.keys import hash_key
 from areal_ray.gateway.limits import EdgeLimits, parsed, unpacked
 
 _SETTLE_S = 5.0
@@ -60,19 +61,19 @@ class EpisodeDoor:
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, EpisodeSession] = {}
-        """By the key's digest: how long a look-up takes says nothing of a key."""
+        """By the key's hash: how long a look-up takes says nothing of a key."""
         self._inside: dict[int, EpisodeSession] = {}
 
     def open(self, record: SessionRecord, max_turns: int) -> EpisodeSession:
         """Let an episode's agent in from now on."""
         session = EpisodeSession(record, max_turns, f"ar_{secrets.token_urlsafe(24)}")
         session.idle.set()
-        self._sessions[_digest(session.key)] = session
+        self._sessions[hash_key(session.key)] = session
         return session
 
     async def close(self, session: EpisodeSession) -> None:
         """Let it in no more, and wait until its calls are over, some seconds at most."""
-        self._sessions.pop(_digest(session.key), None)
+        self._sessions.pop(hash_key(session.key), None)
         try:
             async with asyncio.timeout(_SETTLE_S):
                 await session.idle.wait()
@@ -85,7 +86,7 @@ class EpisodeDoor:
         Raises:
             CallError: 401: there is none, or it is over.
         """
-        found = self._sessions.get(_digest(key))
+        found = self._sessions.get(hash_key(key))
         if found is None:
             raise unknown_key(key)
         return found
@@ -121,25 +122,13 @@ def add_reward_route(app: FastAPI, door: EpisodeDoor) -> None:
     async def set_reward(request: Request) -> dict[str, Any]:
         """Score the episode of the key; the last call counts."""
         limits = EdgeLimits()
-        exchange = Exchange(request.scope, request.receive, _nowhere, limits)
+        exchange = Exchange.of_route(request.scope, request.receive, limits)
         session = door.session(exchange.key())
         body = parsed(unpacked(await exchange.body(), exchange.encoding, limits), limits)
         if body.get("interaction_id") is not None or body.get("turn") is not None:
-            raise _refused("turn", "an episode is scored as a whole here. Leave it out")
+            refuse("turn", "an episode is scored as a whole here. Leave it out")
         reward = as_number(body.get("reward"))
         if reward is None or not is_reward(reward):
-            raise _refused("reward", f"must be a finite number within +-{LARGEST_REWARD:g}")
+            refuse("reward", f"must be a finite number within +-{LARGEST_REWARD:g}")
         session.reward = reward
         return {"session_id": session.record.session_id, "reward": reward}
-
-
-def _refused(name: str, told: str) -> CallError:
-    return CallError(400, "invalid_value", f"{name}: {told}", param=name)
-
-
-async def _nowhere(_: Any) -> None:
-    """The route answers by itself."""
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

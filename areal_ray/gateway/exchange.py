@@ -61,6 +61,11 @@ class Exchange:
         }
         self._has_body_left = True
 
+    @classmethod
+    def of_route(cls, scope: Mapping[str, Any], receive: Receive, limits: EdgeLimits) -> "Exchange":
+        """To read a request with, whose answer its FastAPI route sends by itself."""
+        return cls(scope, receive, _nowhere, limits)
+
     @property
     def has_begun(self) -> bool:
         """Whether a status was sent."""
@@ -242,6 +247,10 @@ class Watch:
             async with asyncio.timeout(self._limits.stalled_reader_s):
                 await self._exchange.write(self._keep_alive())
             self._last_sent = now
+
+
+async def _nowhere(_: Message) -> None:
+    """Nothing is sent here."""
 
 
 def retry_headers(error: CallError) -> dict[str, str]:

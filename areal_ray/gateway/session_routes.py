@@ -74,7 +74,7 @@ class _Routes:
         return answer
 
     async def _answer(self, verb: _Verb, request: Request) -> Response:
-        exchange = Exchange(request.scope, request.receive, _nowhere, self._limits)
+        exchange = Exchange.of_route(request.scope, request.receive, self._limits)
         check_headers(exchange.raw_headers, self._limits)
         try:
             body = await exchange.body()
@@ -120,10 +120,6 @@ class _Routes:
         status, content, headers = await self._forwarding.ask(home, request.scope, body)
         kept = {name: headers[name] for name in ("content-type", "retry-after") if name in headers}
         return Response(content, status, kept)
-
-
-async def _nowhere(_: Any) -> None:
-    """FastAPI sends what these routes answer."""
 
 
 async def _done(verb: _Verb, asked: SessionRequest) -> Response:
