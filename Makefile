@@ -1,4 +1,6 @@
-# Two commands: `make demo` trains a small model in front of you, `make test` checks everything.
+# Two commands: `make demo` trains a small model in front of you, `make test` checks the whole.
+# `make test-all` adds the tests marked `extended`: further variants (another objective, another
+# layout of ranks, another victim), three times as long. Run it before a release.
 # Both make .venv the first time; PYTHON chooses the interpreter (3.11 or newer), and PIP_FLAGS
 # reaches pip, for example to take torch from an index of CPU builds.
 # TEST_RUNS is how many test files with a Ray of their own run side by side: they wait much, so one
@@ -14,15 +16,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS)
 
-.PHONY: demo test test-unit lint format bench clean
+.PHONY: demo test test-all test-unit lint format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/areal-ray demo
 
-test: test-unit $(if $(VLLM),$(VENV)/.installed-$(VLLM))
+test: CHOSEN := -m "not extended"
+test test-all: test-unit $(if $(VLLM),$(VENV)/.installed-$(VLLM))
 	$(BIN)/python -m pytest -n $(TEST_RUNS) --dist loadfile --no-loadscope-reorder --timeout 300 \
-	  --durations 40 --durations-min 5 tests/integration tests/chaos
+	  --durations 60 --durations-min 5 $(CHOSEN) tests/integration tests/chaos
 
 test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --timeout 120 \

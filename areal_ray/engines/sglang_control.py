@@ -24,6 +24,9 @@ _PATIENCE_S = 10.0
 _ABORT_AGAIN_S = 0.1
 """An abort that overtook its request finds nothing at the server."""
 _WATCH_S = 1.0
+_EXIT_CODE_S = 10.0
+"""For the exit code of a server that cannot be reached, on a machine that has much else to do."""
+_EXIT_CODE_POLL_S = 0.1
 _KV_CACHE = {"tags": ["kv_cache"]}
 
 
@@ -37,7 +40,7 @@ class ServerControl:
         weights: WeightPath,
         *,
         has_memory_saver: bool,
-        why_ended: Callable[[], str],
+        why_ended: Callable[[], str] | None,
     ) -> None:
         """Around a server that runs and holds the desk's version.
 
@@ -46,7 +49,8 @@ class ServerControl:
             desk: Its turns.
             weights: How new ones reach it.
             has_memory_saver: Whether it can give the memory of keys and values back.
-            why_ended: Empty while the server's process runs; else how it ended.
+            why_ended: Empty while the server's process runs, else how it ended; None for a server
+                that is not ours to watch.
         """
         self._api = api
         self._desk = desk
@@ -203,7 +207,7 @@ class ServerControl:
 
     async def watch_process(self) -> None:
         """Notice that the server's process ended, whatever waits for an answer of it."""
-        while not (why := self._why_ended()):
+        while not (why := self._how_ended()):
             await asyncio.sleep(_WATCH_S)
         raise EngineDied(f"{NAME}: {why}")
 
@@ -228,9 +232,14 @@ class ServerControl:
 
     async def _lost(self, error: EngineError, told: str) -> EngineDied:
         """Why the server has to be another: its process's end, where it cannot be reached."""
-        if isinstance(error, ServerUnreachable):
-            await asyncio.sleep(_WATCH_S)  # the exit code may be there a moment later
-        return EngineDied(f"{NAME}: {self._why_ended() or told}")
+        may_have_ended = isinstance(error, ServerUnreachable) and self._why_ended is not None
+        deadline = time.monotonic() + (_EXIT_CODE_S if may_have_ended else 0.0)
+        while not (why := self._how_ended()) and time.monotonic() < deadline:
+            await asyncio.sleep(_EXIT_CODE_POLL_S)
+        return EngineDied(f"{NAME}: {why or told}")
+
+    def _how_ended(self) -> str:
+        return "" if self._why_ended is None else self._why_ended()
 
     def raise_if_over(self) -> None:
         """Refuse work of an engine that has failed or is closed."""

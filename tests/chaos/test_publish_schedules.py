@@ -109,6 +109,7 @@ def until_all_serve(crew: Crew, version: int) -> int:
     return version
 
 
+@pytest.mark.extended
 def test_no_token_of_half_a_version_leaves_a_replica_whatever_fails_when(tmp_path: Path) -> None:
     crew, dice = Crew(tmp_path), random.Random(SEED)
     try:

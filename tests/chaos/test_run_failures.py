@@ -36,6 +36,7 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_reason(runs: Runs) -
     assert "judge unreachable" in summary["failure"]
 
 
+@pytest.mark.extended
 def test_what_a_failed_run_leaves_quotes_no_secret_and_told_what_to_beware_of(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,7 @@ def test_after_a_failed_run_nothing_is_left_and_the_next_one_starts(runs: Runs) 
     assert sum(row["agent/agent_error_episodes"] for row in rows) > 0
 
 
+@pytest.mark.extended
 def test_an_agent_that_sleeps_for_ever_is_cut_at_its_limit_and_replaced(runs: Runs) -> None:
     summary = runs.run(
         "sleeper",
@@ -107,6 +109,7 @@ def test_an_error_in_the_learner_is_the_one_that_is_told(runs: Runs) -> None:
     assert len(str(told.value).splitlines()) == 1
 
 
+@pytest.mark.extended
 def test_groups_that_never_teach_anything_stop_the_run_at_their_budget(runs: Runs) -> None:
     error = runs.failure(
         "equal",
@@ -121,6 +124,7 @@ def test_groups_that_never_teach_anything_stop_the_run_at_their_budget(runs: Run
     assert counts["trained"] == 0
 
 
+@pytest.mark.extended
 def test_one_prompt_that_is_too_long_costs_its_task_and_not_the_run(runs: Runs) -> None:
     agent = ("agent.run=tests.support.digits:prompts_too_long", "tasks.shuffle=false")
     summary = runs.run("overlong", *agent)
@@ -140,6 +144,7 @@ def test_a_task_that_kills_its_agent_actor_costs_itself_and_not_the_run(runs: Ru
     assert [line for line in summary.replaced if line.startswith("agent-0")], summary.replaced
 
 
+@pytest.mark.extended
 def test_an_agent_that_always_kills_its_actor_stops_the_run_with_that_reason(runs: Runs) -> None:
     error = runs.failure(
         "all-exit",
@@ -169,6 +174,7 @@ def test_a_full_disk_ends_the_run_in_order_with_the_file_and_the_cause(runs: Run
     assert (resumed.outcome, resumed.steps) == ("finished", 30)
 
 
+@pytest.mark.extended
 def test_a_reward_actor_that_cannot_write_the_journal_is_told_with_the_file(runs: Runs) -> None:
     handle = runs.start("journal-full", "steps=10000")
     until_step(handle, 1)
@@ -183,6 +189,7 @@ def test_a_reward_actor_that_cannot_write_the_journal_is_told_with_the_file(runs
         handle.wait(PATIENCE_S)
 
 
+@pytest.mark.extended
 def test_a_run_at_its_last_step_does_not_wait_for_slow_rollouts(runs: Runs) -> None:
     handle = runs.start(
         "slow-rollouts",
@@ -203,6 +210,7 @@ def test_a_run_at_its_last_step_does_not_wait_for_slow_rollouts(runs: Runs) -> N
     assert steps_of(handle.folder) == [1, 2]
 
 
+@pytest.mark.extended
 def test_a_stop_does_not_wait_for_a_rollout_that_hangs_in_a_publish(runs: Runs) -> None:
     """Nor does the step get lost whose weights it never took.
 

@@ -55,6 +55,7 @@ def test_a_run_survives_the_death_of_its_only_rollout(runs: Runs) -> None:
     assert "rollout-0" in events_of(handle.folder)
 
 
+@pytest.mark.extended
 def test_a_run_survives_the_death_of_one_of_two_rollouts(runs: Runs) -> None:
     handle = runs.start("one-of-two", "rollout.replicas=2", *SLOW)
     until_step(handle, 2)
@@ -79,6 +80,7 @@ def test_a_run_survives_the_deaths_of_its_only_agent_and_reward_actors(runs: Run
     assert_ended_well(handle, "agent-0", "reward-0")
 
 
+@pytest.mark.extended
 def test_evaluations_go_on_under_the_right_version_after_their_replica_died(runs: Runs) -> None:
     tasks = "{source: 'tests.support.digits:tasks', args: {num_tasks: 8}}"
     handle = runs.start("evaluated", f"evaluation={{tasks: {tasks}, every_steps: 3}}", *SLOW)
@@ -92,7 +94,14 @@ def test_evaluations_go_on_under_the_right_version_after_their_replica_died(runs
 
 @pytest.mark.parametrize(
     ("lost", "overrides"),
-    [("learner-0", ()), ("learner-1", ("learner.engine.kind=fsdp", "learner.ranks=2"))],
+    [
+        ("learner-0", ()),
+        pytest.param(
+            "learner-1",
+            ("learner.engine.kind=fsdp", "learner.ranks=2"),
+            marks=pytest.mark.extended,
+        ),
+    ],
 )
 def test_a_run_that_lost_a_learner_says_so_within_a_minute_and_resumes(
     runs: Runs, lost: str, overrides: tuple[str, ...]
@@ -111,6 +120,7 @@ def test_a_run_that_lost_a_learner_says_so_within_a_minute_and_resumes(
     assert_ended_well(resumed, resumed=True)
 
 
+@pytest.mark.extended
 def test_a_run_that_lost_its_param_sync_names_it(runs: Runs) -> None:
     handle = runs.start("sync-killed", *SLOW)
     until_step(handle, 1)
@@ -121,6 +131,7 @@ def test_a_run_that_lost_its_param_sync_names_it(runs: Runs) -> None:
           "the actors to end", 30)  # fmt: skip
 
 
+@pytest.mark.extended
 def test_a_run_that_lost_its_second_learner_rank_names_it(runs: Runs) -> None:
     handle = runs.start("rank-killed", "learner.ranks=2", *SLOW)
     until_step(handle, 1)
@@ -129,6 +140,7 @@ def test_a_run_that_lost_its_second_learner_rank_names_it(runs: Runs) -> None:
         handle.wait(120)
 
 
+@pytest.mark.extended
 def test_a_replica_altered_in_mid_run_is_told_counted_refreshed_and_back(runs: Runs) -> None:
     handle = runs.start("altered", "rollout.replicas=2", *SLOW)
     until_step(handle, 2)

@@ -108,6 +108,7 @@ def test_an_agent_in_node_needs_no_package(stage):
     assert summary.num_turns >= 2
 
 
+@pytest.mark.extended
 def test_a_run_learns_from_a_program_on_openais_sdk(runs: Runs) -> None:
     script = Path(ROOT, "recipes/calculator/openai_agent.py")
     summary = runs.run(

@@ -74,6 +74,7 @@ def test_ctrl_c_ends_a_run_in_seconds_with_a_word_and_no_trace(stopped):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.extended
 def test_two_command_lines_of_one_name_at_once_are_one_run_and_one_refusal(tmp_path):
     two = [
         subprocess.Popen(

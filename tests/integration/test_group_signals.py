@@ -33,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("number", "code", "begun", "to_all"),
     [
-        (signal.SIGTERM, 143, 2, False),
+        pytest.param(signal.SIGTERM, 143, 2, False, marks=pytest.mark.extended),
         (signal.SIGINT, 130, 2, False),
-        (signal.SIGTERM, 143, None, False),
+        pytest.param(signal.SIGTERM, 143, None, False, marks=pytest.mark.extended),
         (signal.SIGTERM, 143, 2, True),
     ],
     ids=["SIGTERM", "SIGINT", "SIGTERM while loading", "SIGTERM to each process"],

@@ -34,7 +34,14 @@ class Faulty:
         return show
 
 
-@pytest.mark.parametrize("method", ["on_step", "on_status", "on_eval"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "on_step",
+        pytest.param("on_status", marks=pytest.mark.extended),
+        pytest.param("on_eval", marks=pytest.mark.extended),
+    ],
+)
 def test_it_ends_the_run_with_that_exception(runs: Runs, method: str) -> None:
     name = f"odd-{method}"
     held_out = (EVALUATION,) if method == "on_eval" else ()

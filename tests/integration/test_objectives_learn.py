@@ -85,12 +85,14 @@ def test_the_demo_lifts_held_out_accuracy_by_thirty_points(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.extended
 def test_another_objective_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
     shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
     assert lifted(runs, STEPS, *shorter, *RECIPES_CLIP, *OBJECTIVES[name]) >= 0.25
 
 
 @pytest.mark.parametrize("name", ["fsdp", pytest.param("deepspeed", marks=needs_deepspeed)])
+@pytest.mark.extended
 def test_another_train_engine_lifts_it_by_twenty_five_points(runs: Runs, name: str) -> None:
     shorter = [f"name=learn-{name}", "evaluation.tasks.limit=100"]
     assert lifted(runs, STEPS, *shorter, *TRAIN_ENGINES[name]) >= 0.25

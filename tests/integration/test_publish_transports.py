@@ -105,6 +105,7 @@ def test_only_what_changed_takes_the_wire_and_every_third_version_is_whole(
     assert "differ from their digest" in report.quarantined["rollout-1"]
 
 
+@pytest.mark.extended
 def test_a_replica_restarted_between_two_changes_is_sent_a_whole_version_first(
     ray_session: None,
 ) -> None:

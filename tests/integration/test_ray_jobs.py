@@ -104,6 +104,7 @@ def test_a_submitted_job_trains_on_the_cluster_it_was_submitted_to(head, tmp_pat
 
 
 @pytest.mark.timeout(SLOW_S + 60)
+@pytest.mark.extended
 def test_a_job_with_an_unknown_key_fails_with_the_reason_in_its_last_lines(head, tmp_path):
     done = submit(head, *words(tmp_path, "admission.max_stalness=1"))
     assert done.returncode != 0
@@ -111,6 +112,7 @@ def test_a_job_with_an_unknown_key_fails_with_the_reason_in_its_last_lines(head,
 
 
 @pytest.mark.timeout(SLOW_S + 60)
+@pytest.mark.extended
 def test_a_job_whose_reward_always_raises_fails_and_says_so(head, tmp_path):
     write_tiny_model(tmp_path / "tiny")
     raising = "reward.score=tests.support.reward_functions:always_raises"

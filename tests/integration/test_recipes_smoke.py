@@ -15,6 +15,8 @@ RECIPES = [
     *(p for p in sorted((ROOT / "recipes/gsm8k").glob("*.yaml")) if "cpu" not in p.stem),
     *sorted((ROOT / "recipes/hh_rlhf").glob("*.yaml")),
 ]
+CORE = {"ppo", "dapo", "opd", "sft", "dpo", "reward_model"}
+"""One of each kind, for the short suite."""
 QUIET = ['telemetry.console="off"', "telemetry.tensorboard=false", "telemetry.ray_metrics=false"]
 
 
@@ -23,7 +25,13 @@ def fewer_actors(kind: str) -> list[str]:
     return {"rl": ["evaluation=null"], "distill": ["evaluation=null", "reward=null"]}.get(kind, [])
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in CORE else pytest.mark.extended)
+        for path in RECIPES
+    ],
+)
 def test_a_recipe_made_tiny_takes_two_steps_and_leaves_a_model(runs: Runs, path: Path) -> None:
     loaded = load_recipe(path, [f"cluster.fileroot={runs.folder}", *QUIET])
     told: list[str] = []

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -60,6 +61,7 @@ def test_a_version_that_scores_worse_is_not_promoted_and_the_run_goes_on_from_th
     assert [record.version for record in last.shaped_by] == [6, 5, 4, 2, 1, 0]
 
 
+@pytest.mark.extended
 def test_refusals_in_a_row_end_the_run_with_the_reason(runs: Runs) -> None:
     how = ("reward.args.versions=[1,2,3,4,5,6]", "bounds.max_refusals=2")
     error = runs.failure("refused", *KEEP_ALL, *GATE, *how)
@@ -68,6 +70,7 @@ def test_refusals_in_a_row_end_the_run_with_the_reason(runs: Runs) -> None:
     assert "refusal 2 in a row" in str(error)
 
 
+@pytest.mark.extended
 def test_weights_too_far_from_the_starting_model_are_left_for_those_before(runs: Runs) -> None:
     """What step 1 made is found to be too far off by step 2, which so goes back to the start."""
     summary = runs.run(

@@ -122,6 +122,7 @@ def test_without_rewards_no_reward_actor_is_there_and_the_books_balance(models) 
     assert 0 < trained <= sum(row["agent/episodes"] for row in rows)
 
 
+@pytest.mark.extended
 def test_on_given_answers_the_student_comes_closer_to_its_teacher(models) -> None:
     _, rows = finished(OFFLINE, "offline", models)
     name = "learner/kl_teacher_nats"

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -72,6 +73,7 @@ def test_adapters_alone_travel_and_the_model_that_is_left_has_them_in_it(runs: R
     assert moved == {n for n in same if "_proj." in n}
 
 
+@pytest.mark.extended
 def test_a_stopped_run_goes_on_with_its_adapters_over_the_model_it_began_with(runs: Runs) -> None:
     handle = runs.start("lora-broken", *LORA, *SLOW)
     until_step(handle, 3)
@@ -89,6 +91,7 @@ def test_a_stopped_run_goes_on_with_its_adapters_over_the_model_it_began_with(ru
     assert "Resume with the model.lora" in str(error) or "wrong shape" in str(error)
 
 
+@pytest.mark.extended
 def test_a_replica_that_was_killed_comes_back_with_the_model_and_the_last_adapters(
     runs: Runs,
 ) -> None:

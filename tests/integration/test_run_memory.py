@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support.whole_runs import Runs, until_step
 
 FROM, TO = 15, 60
@@ -15,6 +17,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.extended
 def test_the_driver_does_not_grow_with_the_steps(runs: Runs) -> None:
     handle = runs.start(
         "memory",

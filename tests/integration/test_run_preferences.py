@@ -54,6 +54,7 @@ def reward_model(runs: Runs):
     return separated(runs, "reward_model", "learner.ranks=2") / "model"
 
 
+@pytest.mark.extended
 def test_a_reward_model_is_the_reward_of_a_run(runs: Runs, reward_model) -> None:
     score = "areal_ray.engines.reward_model:score"
     overrides = [f"reward.score={score}", f"reward.args={{path: {reward_model}}}", "steps=2"]

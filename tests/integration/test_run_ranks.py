@@ -80,9 +80,11 @@ def start(runs: Runs) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        ("torch-ranks", "{kind: torch}"),
+        pytest.param("torch-ranks", "{kind: torch}", marks=pytest.mark.extended),
         ("fsdp-ranks", "{kind: fsdp}"),
-        ("tensor-ranks", "{kind: fsdp, tensor_parallel: 2}"),
+        pytest.param(
+            "tensor-ranks", "{kind: fsdp, tensor_parallel: 2}", marks=pytest.mark.extended
+        ),
         pytest.param("deepspeed-ranks", "{kind: deepspeed}", marks=needs_deepspeed),
     ],
 )

@@ -80,6 +80,7 @@ def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(
 
 
 @pytest.mark.parametrize("stop_at", ["resumes after", "starting actors"])
+@pytest.mark.extended
 def test_a_resumption_stopped_before_it_trains_keeps_what_the_run_came_to(
     runs: Runs, straight: Path, stop_at: str
 ) -> None:

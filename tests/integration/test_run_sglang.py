@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -29,6 +30,7 @@ def test_a_run_trains_on_what_a_server_samples_and_publishes_into_it(runs: Runs)
         torch.testing.assert_close(live[name].data, tensor, rtol=0, atol=0)
 
 
+@pytest.mark.extended
 def test_a_replica_whose_server_refuses_an_update_starts_anew_at_once(runs: Runs) -> None:
     with scripted_server(runs.folder / "tiny") as server:
         load = server._on_update_weights_from_disk

@@ -34,7 +34,14 @@ def test_synchronous_runs_train_on_every_token_at_staleness_0(runs: Runs) -> Non
     assert [len(groups) for groups in trained_tasks(folder)] == [4] * 6
 
 
-@pytest.mark.parametrize(("at_consumption", "bound"), [("drop", 1), ("wait", 2), ("mask", 1)])
+@pytest.mark.parametrize(
+    ("at_consumption", "bound"),
+    [
+        ("wait", 2),
+        pytest.param("drop", 1, marks=pytest.mark.extended),
+        pytest.param("mask", 1, marks=pytest.mark.extended),
+    ],
+)
 def test_asynchronous_runs_overlap_and_never_exceed_their_bound(
     runs: Runs, at_consumption: str, bound: int
 ) -> None:

@@ -1,5 +1,6 @@
 """Version stamps through learner, publish, rollout and agent actors: never a wrong one."""
 
+import pytest
 import ray
 from safetensors.torch import load_file
 
@@ -95,6 +96,7 @@ def test_no_token_carries_a_version_other_than_the_one_that_sampled_it(runs: Run
         ray.kill(actor)
 
 
+@pytest.mark.extended
 def test_a_run_whose_weights_travel_in_half_the_bits_keeps_its_versions_and_proofs(
     runs: Runs,
 ) -> None:

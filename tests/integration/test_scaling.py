@@ -45,6 +45,7 @@ def test_agents_are_added_drained_and_added_again_and_no_group_is_lost(runs: Run
     assert "scaled agent: 3 -> 1" in events_of(handle.folder)
 
 
+@pytest.mark.extended
 def test_a_cluster_without_room_refuses_with_demand_and_supply_and_the_run_goes_on(
     runs: Runs,
 ) -> None:

@@ -11,7 +11,9 @@ from tests.support.train_conformance import (
     PATIENCE_S,
     TIMEOUT_S,
     Layout,
+    asked_for,
     assert_same,
+    names_of,
     run_layouts,
 )
 
@@ -61,26 +63,30 @@ LAYOUTS = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return run_layouts((*LAYOUTS, HALF), tmp_path_factory.mktemp("conformance"))
+def outcomes(request, tmp_path_factory):
+    layouts = asked_for(request, (*LAYOUTS, HALF))
+    return run_layouts(layouts, tmp_path_factory.mktemp("conformance"))
 
 
-@pytest.mark.parametrize("name", [layout.name for layout in LAYOUTS[1:]])
+@pytest.mark.parametrize("name", names_of(LAYOUTS[1:], core="fsdp 2"))
 def test_a_layout_trains_as_one_rank_that_holds_the_model(outcomes, name):
     assert_same(outcomes[name], outcomes["torch 1"])
 
 
-def test_bfloat16_comes_near_it(outcomes):
-    for scenario, outcome in outcomes[HALF.name].items():
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [HALF.name])
+def test_bfloat16_comes_near_it(outcomes, name):
+    for scenario, outcome in outcomes[name].items():
         expected = outcomes["torch 1"][scenario]
         for one, other in zip(outcome.metrics, expected.metrics, strict=True):
             assert one["learner/loss"] == pytest.approx(other["learner/loss"], rel=0.05, abs=0.02)
-        for name, tensor in outcome.weights.items():
+        for tensor_name, tensor in outcome.weights.items():
             assert tensor.dtype == torch.float32
-            assert float((tensor - expected.weights[name]).abs().mean()) < 5e-4, (scenario, name)
+            distance = (tensor - expected.weights[tensor_name]).abs().mean()
+            assert float(distance) < 5e-4, (scenario, tensor_name)
 
 
-@pytest.mark.parametrize("name", ["fsdp 2", "fsdp 4"])
+@pytest.mark.parametrize("name", ["fsdp 2", pytest.param("fsdp 4", marks=pytest.mark.extended)])
 def test_a_sharded_rank_holds_its_part_of_all_models_and_moments(outcomes, name):
     ranks = int(name[-1])
     for scenario, outcome in outcomes[name].items():

@@ -4,7 +4,14 @@ import pytest
 
 from areal_ray.engines.train_config import DeepspeedConfig, TorchTrainConfig
 from tests.support.needs import needs_deepspeed
-from tests.support.train_conformance import TIMEOUT_S, Layout, assert_same, run_layouts
+from tests.support.train_conformance import (
+    TIMEOUT_S,
+    Layout,
+    asked_for,
+    assert_same,
+    names_of,
+    run_layouts,
+)
 
 pytestmark = needs_deepspeed
 
@@ -31,10 +38,10 @@ LAYOUTS = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return run_layouts(LAYOUTS, tmp_path_factory.mktemp("zero"))
+def outcomes(request, tmp_path_factory):
+    return run_layouts(asked_for(request, LAYOUTS), tmp_path_factory.mktemp("zero"))
 
 
-@pytest.mark.parametrize("name", [layout.name for layout in LAYOUTS[1:]])
+@pytest.mark.parametrize("name", names_of(LAYOUTS[1:], core="zero 2"))
 def test_a_stage_trains_as_one_rank_that_holds_the_model(outcomes, name):
     assert_same(outcomes[name], outcomes["torch 1"])

@@ -29,6 +29,7 @@ def peft_model(folder, tensors):
     return model, adapters
 
 
+@pytest.mark.extended
 def test_it_samples_from_the_adapters_of_each_version(tmp_path):
     from areal_ray.engines.vllm_generation import VllmGenerationEngine
 

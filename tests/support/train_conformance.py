@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from areal_ray.algorithms.objective import ObjectiveConfig
@@ -84,6 +85,33 @@ class Outcome:
     evaluation: tuple[float, ...] = ()
     held: dict[str, float] = field(default_factory=dict)
     """Bytes on the fullest rank, by the last step's metrics."""
+
+
+def names_of(layouts: Sequence[Layout], *, core: str) -> list[Any]:
+    """Parameters of a test, of which `core` alone is in the short suite."""
+    return [
+        layout.name
+        if layout.name == core
+        else pytest.param(layout.name, marks=pytest.mark.extended)
+        for layout in layouts
+    ]
+
+
+def asked_for(request: pytest.FixtureRequest, layouts: Sequence[Layout]) -> list[Layout]:
+    """The first layout, those that the selected tests of a module name, and what these resume."""
+    named = {layout.name: layout for layout in layouts}
+    wanted = {layouts[0].name}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path == request.path:
+            wanted.add(item.callspec.params["name"] if hasattr(item, "callspec") else "")
+    while more := {
+        other
+        for name in wanted & named.keys()
+        for other in (named[name].resumes, named[name].resumes_lora)
+        if other not in wanted
+    }:
+        wanted |= more
+    return [layout for layout in layouts if layout.name in wanted]
 
 
 def run_layouts(layouts: Sequence[Layout], folder: Path) -> dict[str, dict[str, Outcome]]:
