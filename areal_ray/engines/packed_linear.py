@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from areal_ray.core.buckets import digest
 from areal_ray.engines.live_weights import is_same
 
 _FEWEST_ELEMENTS = 2**19
@@ -28,19 +29,26 @@ _SLICE_BYTES = 2 * 1024**2
 class PackedLinear:
     """A weight [out, in] in float32, held packed and in no other form.
 
-    Packing is deterministic and goes by blocks of rows, so slices of rows are written in place and
-    proven without a packed copy of the whole.
+    Packing goes by blocks of rows, so slices of rows are written in place. They are proven by two
+    digests that each leaves, of the rows and of what was made of them: packing once more to compare
+    takes several times as long.
     """
 
-    __slots__ = ("_memory", "_packed", "_row_bytes", "slice_rows")
+    __slots__ = ("_digests", "_memory", "_num_rows", "_packed", "_row_bytes", "slice_rows")
 
     def __init__(self, weight: Tensor) -> None:
         """Pack this weight [out, in]; it may be overwritten afterwards."""
+        weight = weight.contiguous()
         self._packed = _packed(weight)
         self._memory = _memory(self._packed)
+        self._num_rows = len(weight)
         self._row_bytes = weight.shape[1] * weight.itemsize
         self.slice_rows = _slice_rows(*weight.shape)
         """Of a slice; the last one is what is left."""
+        self._digests: dict[int, tuple[str, str]] = {}
+        for first_row in range(0, len(weight), self.slice_rows):
+            rows = weight[first_row : first_row + self.slice_rows]
+            self._digests[first_row] = _digest(rows), _digest(self._part(first_row, len(rows)))
 
     @property
     def address(self) -> int:
@@ -49,13 +57,23 @@ class PackedLinear:
 
     def write(self, first_row: int, rows: Tensor) -> None:
         """Hold these rows [slice_rows, in] from now on, from a multiple of as many on."""
+        rows = rows.contiguous()
         made = _packed(rows)
-        start = first_row * self._row_bytes
-        self._memory[start : start + _num_bytes(made)].copy_(_memory(made))
+        packed = _memory(made)
+        self._digests.pop(first_row, None)
+        self._part(first_row, len(rows)).copy_(packed)
+        self._digests[first_row] = _digest(rows), _digest(packed)
 
     def holds(self, first_row: int, rows: Tensor) -> bool:
-        """Whether the memory that products read is what `write` makes of these, bit for bit."""
-        return _is_within(self._memory, first_row * self._row_bytes, _packed(rows))
+        """Whether these are what was written last, and products read what was made of it."""
+        part = self._part(first_row, len(rows))
+        return self._digests.get(first_row) == (_digest(rows.contiguous()), _digest(part))
+
+    def _part(self, first_row: int, num_rows: int) -> Tensor:
+        """[num_bytes] that products read of these rows; the last one ends with padding."""
+        start = first_row * self._row_bytes
+        is_last = first_row + num_rows == self._num_rows
+        return self._memory[start : None if is_last else start + num_rows * self._row_bytes]
 
     def plain(self) -> Tensor:
         """[out, in] what the products read, unpacked into memory of its own."""
@@ -143,6 +161,11 @@ def _memory(packed: Tensor) -> Tensor:
     return torch.frombuffer(
         place.from_address(torch.ops.mkldnn.data_ptr(packed)), dtype=torch.uint8
     )
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of contiguous memory."""
+    return digest(tensor.detach().view(torch.uint8).reshape(-1).numpy())
 
 
 def _is_within(memory: Tensor, start: int, packed: Tensor) -> bool:
