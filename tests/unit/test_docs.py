@@ -64,7 +64,8 @@ def test_a_documented_command_line_parses_and_its_recipe_takes_the_overrides(cas
 
 
 def test_documented_make_targets_and_modules_exist():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    rules = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = {target for rule in rules for target in rule.split()}
     used = {words[0] for _, words in commands("make")}
     assert {"demo", "test", "lint", "bench"} <= used
     assert used <= targets
