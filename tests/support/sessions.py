@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -76,8 +75,14 @@ class Desk:
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.runner.close)
         self.restart()
+
+    def __enter__(self) -> "Desk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Not left to a finalizer, which may run in any thread and wait there for this one."""
+        self.runner.close()
 
     def restart(self) -> None:
         """As after the death of the process: the journal alone is left."""
