@@ -88,9 +88,12 @@ class SessionRules:
 
     # -- a session's end -----------------------------------------------------------------------
 
-    def end(self, session: Session, why: str = ENDED, request_id: str = "") -> None:
-        """Nothing more may be called in a session; it is sealed once nothing is under way."""
-        self._book.write(session, "end", why=why, r=request_id)
+    def end(self, session: Session, why: str = ENDED, **request: str) -> None:
+        """Nothing more may be called in a session; it is sealed once nothing is under way.
+
+        `request`: `SessionRequest.facts` of the one that asks for it.
+        """
+        self._book.write(session, "end", why=why, **request)
         self.settle(session)
 
     def supersede(self, session: Session) -> None:
