@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -206,7 +205,7 @@ async def serve_replica(
     )
     others = Upstreams(upstreams, upstream_keys, timeout_s=60.0)
     service = Service(answers=answers, door=sessions, upstreams=others)
-    app = make_sessions_app(service, sessions, time.time)
+    app = make_sessions_app(service, sessions)
     server = GatewayServer(app, port=port, grace_s=grace_s)
     replica = Replica(sessions, sampler, service, server, app)
     replica.url = await server.start()
