@@ -44,8 +44,8 @@ class PastSession:
     session_id: str
     state: SessionState
     reason: str
-    request_ids: tuple[str, ...]
-    """Of rewards and of its end."""
+    requests: Mapping[str, str]
+    """Request ids of rewards and of its end, and digests of what they asked."""
     reward: float | None
     num_turns: int
 

@@ -21,6 +21,7 @@ _MOST_SIBLINGS = 256
 _MOST_REWARD = 1e9
 _MOST_TEXT_SESSIONS = 10_000
 _RETRY_S = 2.0
+_REWARD, _END = "set_reward", "end_session"
 _STYLES = ("individual", "concat", "tree")
 _WAIT_S = 120.0
 _LOOK_S = 0.05
@@ -105,8 +106,8 @@ class SessionRequests:
     def _upstream(self, request: SessionRequest) -> str:
         name, known = request.text("model"), self._upstreams
         if name and name not in known:
-            told = f"must be one of {', '.join(known)}" if known else "gateway.upstream has none"
-            refuse("model", f"is {name[:80]!r}; {told}, or left out for the policy")
+            told = f"must be one of {', '.join(known)}" if known else "gateway.upstream names none"
+            refuse("model", f"is {name[:80]!r}; {told}. Leave it out for the policy")
         return name
 
     def _check_room(self, size: int) -> None:
@@ -145,12 +146,7 @@ class SessionRequests:
         first_key = fixed or keys.session_key(request.key, past.sessions[0][1], self._sessions.name)
         is_same_key = keys.is_same(keys.hash_key(first_key), past.sessions[0][2])
         if past.digest != digest or not is_same_key:
-            raise CallError(
-                409,
-                "request_id_reused",
-                f"request_id {request.request_id[:80]!r}: was another request's. Choose a new one",
-                param="request_id",
-            )
+            raise request.id_reused()
         told = [(session_id, nonce) for session_id, nonce, _ in past.sessions]
         return self._told(request, past.group_key, told, fixed)
 
@@ -173,18 +169,19 @@ class SessionRequests:
         """`{reward, session_id?, interaction_id?, turn?, conversation_id?, request_id?}`.
 
         Raises:
-            CallError: 400, 401, 404, 409 (training has it) or 410.
+            CallError: 400, 401, 404, 409 (training has it, or the request id was another
+                request's) or 410.
         """
         caller = self._sessions.identify(request.key)
         reward = read_number(request.body, "reward", -_MOST_REWARD, _MOST_REWARD)
         if reward is None:
             refuse("reward", "is missing; must be a number")
-        past = self._search.served_before(caller, request)
+        past = self._search.served_before(caller, request, _REWARD)
         if past is not None:
             return _rewarded(past.session_id, past.reward, past.num_turns)
         session = self._search.found(caller, request)
         turn = self._search.turn(session, request)
-        if request.request_id and request.request_id in session.requests:
+        if request.is_among(session.requests, _REWARD):
             return _told_reward(session)
         if session.state is SessionState.ADMITTED or session.group.is_held:
             raise CallError(
@@ -192,7 +189,7 @@ class SessionRequests:
                 "session_admitted",
                 f"session {session.session_id}: training has taken it; its reward is fixed",
             )
-        self._book.write(session, "reward", turn=turn, reward=reward, r=request.request_id)
+        self._book.write(session, "reward", turn=turn, reward=reward, **request.facts(_REWARD))
         self._rules.settle(session)
         return _told_reward(session)
 
@@ -200,19 +197,20 @@ class SessionRequests:
         """`{session_id?, request_id?}`; the answer says how many calls were recorded.
 
         Raises:
-            CallError: 400, 401, 404 or 410 (it had ended before, by another request).
+            CallError: 400, 401, 404, 409 (the request id was another request's) or 410 (it had
+                ended before, by another request).
         """
         caller = self._sessions.identify(request.key)
-        past = self._search.served_before(caller, request)
+        past = self._search.served_before(caller, request, _END)
         if past is not None:
             return _ended(past.session_id, past.num_turns)
         session = self._search.found(caller, request)
-        is_again = bool(request.request_id) and request.request_id in session.requests
+        is_again = request.is_among(session.requests, _END)
         if session.ended_s and not is_again:
             raise session_over(session)
         num_turns = session.turns.num_turns
         if not is_again:
-            self._rules.end(session, request_id=request.request_id)
+            self._rules.end(session, **request.facts(_END))
         return _ended(session.session_id, num_turns)
 
     # -- export --------------------------------------------------------------------------------

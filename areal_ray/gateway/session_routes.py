@@ -1,13 +1,13 @@
 """`/rl/start_session`, `/rl/set_reward`, `/rl/end_session` and `/export_trajectories` over HTTP."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from areal_ray.core.clock import steady_time
 from areal_ray.gateway.app import Service, make_app
 from areal_ray.gateway.call import CallError
 from areal_ray.gateway.exchange import ClientGone, Exchange, json_bytes
@@ -23,7 +23,7 @@ _ELSEWHERE = (404, 429)
 
 
 def make_sessions_app(
-    service: Service, sessions: Sessions, clock: Callable[[], float] = time.time
+    service: Service, sessions: Sessions, clock: Callable[[], float] = steady_time
 ) -> Any:
     """The ASGI application of a service whose door is `sessions`, with their routes."""
     app = make_app(service)

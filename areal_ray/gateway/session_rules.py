@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from pydantic import Field
+
 from areal_ray.core.config import Config
 from areal_ray.gateway.session_book import SessionBook
 from areal_ray.gateway.session_state import Session, SessionGroup, SessionState
@@ -22,16 +24,16 @@ _SWEEP_S = 1.0
 class SessionsConfig(Config):
     """How long sessions last."""
 
-    session_timeout_s: float = 3600.0
+    session_timeout_s: float = Field(3600.0, gt=0.0)
     """Longest life of a session. Then, as with the next one, it counts with the reward that it
     has, or is given within `feedback_timeout_s`; without one it is rejected, with the time-out as
     reason."""
-    idle_timeout_s: float = 900.0
+    idle_timeout_s: float = Field(900.0, gt=0.0)
     """Longest silence of a session between two calls."""
-    feedback_timeout_s: float = 600.0
+    feedback_timeout_s: float = Field(600.0, ge=0.0)
     """How long a session that ended without a reward waits for one. Then it is unscored, which is
     no reward of 0. Set 0 where the recipe has a reward function for those."""
-    text_kept_s: float = 86_400.0
+    text_kept_s: float = Field(86_400.0, ge=0.0)
     """How long a session that another provider served is kept for export after its end."""
 
 
@@ -88,9 +90,12 @@ class SessionRules:
 
     # -- a session's end -----------------------------------------------------------------------
 
-    def end(self, session: Session, why: str = ENDED, request_id: str = "") -> None:
-        """Nothing more may be called in a session; it is sealed once nothing is under way."""
-        self._book.write(session, "end", why=why, r=request_id)
+    def end(self, session: Session, why: str = ENDED, **request: str) -> None:
+        """Nothing more may be called in a session; it is sealed once nothing is under way.
+
+        `request`: `SessionRequest.facts` of the one that asks for it.
+        """
+        self._book.write(session, "end", why=why, **request)
         self.settle(session)
 
     def supersede(self, session: Session) -> None:

@@ -1,5 +1,7 @@
 """Which session, and which turn of it, a request about sessions means."""
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +45,36 @@ class SessionRequest:
         """What a request that is sent again is known by; empty if it has none."""
         return self.text("request_id") or self.idempotency_key[:_MOST_TEXT]
 
+    def facts(self, verb: str) -> dict[str, str]:
+        """What is written down of it with what it does to a session: its id, and what it asks."""
+        asked = [verb, *(self.body.get(name) for name in ("reward", "turn", "interaction_id"))]
+        digest = hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
+        return {"r": self.request_id, "asked": digest} if self.request_id else {}
+
+    def is_among(self, served: Mapping[str, str], verb: str) -> bool:
+        """Whether it was served before.
+
+        Args:
+            served: Digests of what requests of the session asked, by their ids.
+            verb: What it asks for.
+
+        Raises:
+            CallError: 409: its id was another request's.
+        """
+        asked = served.get(self.request_id) if self.request_id else None
+        if asked and asked != self.facts(verb)["asked"]:
+            raise self.id_reused()
+        return asked is not None
+
+    def id_reused(self) -> CallError:
+        """409, for an id that was another request's."""
+        return CallError(
+            409,
+            "request_id_reused",
+            f"request_id {self.request_id[:80]!r}: was another request's. Choose a new one",
+            param="request_id",
+        )
+
 
 class SessionSearch:
     """Finds what requests name.
@@ -54,12 +86,14 @@ class SessionSearch:
     def __init__(self, sessions: Sessions) -> None:
         self._book = sessions.book
 
-    def served_before(self, caller: Caller, request: SessionRequest) -> PastSession | None:
+    def served_before(
+        self, caller: Caller, request: SessionRequest, verb: str
+    ) -> PastSession | None:
         """A session that is over since, and had this request."""
         past: Session | PastSession | None = caller.session
         if caller.scope is Scope.ADMIN:
             past = self._book.past.get(request.text("session_id"))
-        is_past = isinstance(past, PastSession) and request.request_id in past.request_ids
+        is_past = isinstance(past, PastSession) and request.is_among(past.requests, verb)
         return past if is_past and isinstance(past, PastSession) else None
 
     def found(self, caller: Caller, request: SessionRequest) -> Session:

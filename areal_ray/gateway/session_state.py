@@ -156,8 +156,8 @@ class Session:
         """Hashes of the client's own names for what it does here."""
         self.new_conversations: tuple[str, ...] = ()
         """Those that the journal does not have yet."""
-        self.requests: tuple[str, ...] = ()
-        """Request ids that were served."""
+        self.requests: dict[str, str] = {}
+        """Request ids that were served, the newest last, and digests of what they asked."""
         self.active_s = start.started_s
         self.ended_s = 0.0
         """0 = it may be called."""
@@ -221,7 +221,7 @@ class Session:
         head = record.head
         kind = head["k"]
         if head.get("r"):
-            self.requests = (*self.requests, head["r"])[-_MOST_REQUESTS:]
+            self._note_request(head["r"], head.get("asked", ""))
         if kind == "turn":
             self._apply_turn(record, is_replayed=is_replayed)
         elif kind == "reward":
@@ -230,6 +230,11 @@ class Session:
             self.ended_s, self.end_reason = head["t"], head["why"]
         elif kind == "state":
             self.state = SessionState(head["state"])
+
+    def _note_request(self, request_id: str, asked: str) -> None:
+        self.requests[request_id] = asked
+        if len(self.requests) > _MOST_REQUESTS:
+            del self.requests[next(iter(self.requests))]
 
     def _apply_turn(self, record: JournalRecord, *, is_replayed: bool) -> None:
         head = record.head
@@ -265,8 +270,8 @@ class Session:
             yield self._made("reward", turn=turn_id, reward=reward)
         if self.ended_s:
             yield self._made("end", t=self.ended_s, why=self.end_reason)
-        for request_id in self.requests:
-            yield self._made("known", r=request_id)
+        for request_id, asked in self.requests.items():
+            yield self._made("known", r=request_id, asked=asked)
         yield self._made("state", state=str(self.state))
 
     def _made(self, kind: str, body: bytes = b"", **facts: Any) -> JournalRecord:

@@ -1,11 +1,11 @@
 """The gateway's sessions: who may call into which record, and what training gets of them."""
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from areal_ray.core.clock import steady_time
 from areal_ray.core.trajectory import Trajectory
 from areal_ray.gateway import keys
 from areal_ray.gateway.call import CallError, CallHints
@@ -111,7 +111,7 @@ class Sessions:
         *,
         admin_key_hash: bytes,
         peers: Callable[[], Mapping[str, str]] = dict,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         self.name = keys.check_name(journal.name)
         self.peers = peers

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import time
-import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -76,8 +74,14 @@ class Desk:
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.runner.close)
         self.restart()
+
+    def __enter__(self) -> "Desk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Not left to a finalizer, which may run in any thread and wait there for this one."""
+        self.runner.close()
 
     def restart(self) -> None:
         """As after the death of the process: the journal alone is left."""
@@ -201,7 +205,7 @@ async def serve_replica(
     )
     others = Upstreams(upstreams, upstream_keys, timeout_s=60.0)
     service = Service(answers=answers, door=sessions, upstreams=others)
-    app = make_sessions_app(service, sessions, time.time)
+    app = make_sessions_app(service, sessions)
     server = GatewayServer(app, port=port, grace_s=grace_s)
     replica = Replica(sessions, sampler, service, server, app)
     replica.url = await server.start()

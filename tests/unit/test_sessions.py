@@ -1,6 +1,7 @@
 """Sessions: who may call what, how they end, and what training is given of them."""
 
 import logging
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,8 +14,14 @@ from tests.support.sessions import ADMIN_KEY, FIXED_KEY, Desk, sampled
 
 
 @pytest.fixture
-def desk(tmp_path):
-    return Desk(tmp_path)
+def new_desk(tmp_path):
+    with ExitStack() as desks:
+        yield lambda **options: desks.enter_context(Desk(tmp_path, **options))
+
+
+@pytest.fixture
+def desk(new_desk):
+    return new_desk()
 
 
 def refused(status):
@@ -210,9 +217,9 @@ def test_late_feedback_finds_its_session_by_reply_or_by_the_clients_own_name_for
     ],
 )
 def test_a_session_whose_time_is_up_is_rejected_with_the_reason_or_counts_as_rewarded(
-    tmp_path, config, wait_s, reason
+    new_desk, config, wait_s, reason
 ):
-    desk = Desk(tmp_path, config=config)
+    desk = new_desk(config=config)
     good, bad, _never_called = desk.start(), desk.start(), desk.start()
     for each in (good, bad):
         desk.call(each["api_key"])
@@ -415,6 +422,31 @@ def test_what_is_asked_twice_by_one_request_id_happens_once(desk, is_new):
     again("set_reward", key, reward=1, request_id="r2")
 
 
+@pytest.mark.parametrize("when", ["at once", "after a restart", "after training"])
+def test_a_request_id_that_comes_with_another_request_is_refused_and_changes_nothing(desk, when):
+    started = desk.start()
+    key, other = started["api_key"], {"request_id": "visit 1"}
+    desk.call(key)
+    desk.ask("set_reward", key, reward=1, **other)
+    if when == "after a restart":
+        desk.restart()
+    elif when == "after training":
+        desk.ask("end", key)
+        desk.sessions.trained(desk.ready().session_ids, 1)
+    for verb, body in (
+        ("end", {}),
+        ("set_reward", {"reward": 2}),
+        ("set_reward", {"reward": 1, "turn": 0}),
+    ):
+        with refused(409):
+            desk.ask(verb, key, **body, **other)
+    assert desk.ask("set_reward", key, reward=1, **other)["reward"] == 1
+    if when != "after training":
+        desk.call(key)  # it has not ended
+        desk.ask("end", key, request_id="visit 1, end")
+        assert [t.reward for t in desk.ready().trajectories] == [1]
+
+
 # -- restarts and the journal --------------------------------------------------------------------
 
 
@@ -461,8 +493,8 @@ def test_a_session_with_a_gap_in_its_journal_is_rejected_and_the_others_are_not(
     assert desk.ready().num_turns == 3
 
 
-def test_the_journal_follows_what_lives_though_one_session_lives_long(tmp_path):
-    desk = Desk(tmp_path, segment_bytes=4096)
+def test_the_journal_follows_what_lives_though_one_session_lives_long(new_desk):
+    desk = new_desk(segment_bytes=4096)
     old = desk.start()
     desk.call(old["api_key"], "41")
     most = 0
