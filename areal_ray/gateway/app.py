@@ -29,6 +29,7 @@ from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
 from areal_ray.gateway.openai_chat import OpenAIChat
 from areal_ray.gateway.openai_completions import OpenAICompletions
 from areal_ray.gateway.openai_responses import OpenAIResponses
+from areal_ray.gateway.openapi import telling_model_calls
 from areal_ray.gateway.reply_store import ReplyStore
 from areal_ray.gateway.sse import SHUTTING_DOWN, send_stream
 from areal_ray.gateway.upstream import UpstreamAnswer, Upstreams
@@ -98,6 +99,7 @@ class Service:
 def make_app(service: Service) -> FastAPI:
     """The ASGI application of a service; further routes may be added to it."""
     app = FastAPI(title="areal-ray gateway", docs_url=None, redoc_url=None)
+    app.openapi = telling_model_calls(app.openapi, service.dialects)  # type: ignore[method-assign]
     app.add_middleware(Edge, service=service)
     shape = OpenAIChat()
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from areal_ray.gateway.call import CallError
 
 _MAX_STOP = 16
-_MEDIA = {"image", "image_url", "input_image", "input_file", "input_audio", "document", "file"}
+_MEDIA = ("image", "image_url", "input_image", "input_file", "input_audio", "document", "file")
 
 
 def read_text(body: Mapping[str, Any], name: str) -> str:
@@ -121,8 +121,8 @@ def read_parts(content: Any, where: str, between: str = "") -> str:
             texts.append(part)
         elif type(part) is not dict:
             refuse(f"{where}[{index}]", f"is {shown(part)}; must be an object")
-        elif part.get("type") in _MEDIA:
-            refuse(f"{where}[{index}].type", f"is {part['type']}; must be text: no media are read")
+        elif (kind := part.get("type")) in _MEDIA:
+            refuse(f"{where}[{index}].type", f"is {kind}; must be text: no media are read")
         elif type(part.get("text")) is str:
             texts.append(part["text"])
     return between.join(texts)

@@ -5,6 +5,7 @@ A request outside of them costs no more than finding that out. `EdgeLimits` are 
 """
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -98,7 +99,7 @@ def parsed(body: bytes, limits: EdgeLimits) -> dict[str, Any]:
     """
     try:
         text = body.decode("utf-8-sig")
-        found = json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         if _ESCAPED_SURROGATE.search(text):
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -143,6 +144,14 @@ def _invalid(message: str) -> CallError:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    """What is beyond a double would be read as infinity, which no answer could hold again."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is beyond the numbers that can be read")
+    return number
 
 
 def _inflate(window: int) -> Callable[[bytes, int], bytes]:

@@ -1,5 +1,6 @@
 """What a reply is told in while it is sampled, and how its format is plugged in."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +40,12 @@ class CallPiece:
 
 
 Piece = TextPiece | ReasoningPiece | CallPiece
+
+
+def call_id(key: str, index: int) -> str:
+    """Id of a turn's call: 36 letters and digits, as unique as the turn's `key`."""
+    digest = hashlib.blake2s(f"{index} {key}".encode(), digest_size=16)
+    return f"call{digest.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Sampled text -> reasoning, what is said, and tool calls; whole or as it is sampled."""
 
-import hashlib
 import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from areal_ray.gateway.pieces import (
     TextPiece,
     ToolFormat,
     Tools,
+    call_id,
 )
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.tool_formats import TOOL_FORMATS, guess_tool_format, len_held
@@ -256,12 +256,6 @@ class _CallReader:
         call = ToolCall(call_id(self._key, index), name, arguments)
         self.calls.append(call)
         pieces.append(CallPiece(index, call))
-
-
-def call_id(key: str, index: int) -> str:
-    """Id of a turn's call: 36 letters and digits, as unique as the turn's `key`."""
-    digest = hashlib.blake2s(f"{index} {key}".encode(), digest_size=16)
-    return f"call{digest.hexdigest()}"
 
 
 def _tool_format(chosen: str | ToolFormat, source: str) -> ToolFormat | None:

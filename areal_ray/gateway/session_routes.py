@@ -1,7 +1,7 @@
 """`/rl/start_session`, `/rl/set_reward`, `/rl/end_session` and `/export_trajectories` over HTTP."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,11 +13,51 @@ from areal_ray.gateway.call import CallError
 from areal_ray.gateway.exchange import ClientGone, Exchange, json_bytes
 from areal_ray.gateway.forwarding import PASSED_ON, Forwarding
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
+from areal_ray.gateway.openapi import (
+    COUNT,
+    NUMBER,
+    SECURITY,
+    TEXT,
+    WHOLE,
+    Schema,
+    answers,
+    body_of,
+    query_of,
+)
 from areal_ray.gateway.session_requests import SessionRequests
 from areal_ray.gateway.session_search import SessionRequest
 from areal_ray.gateway.sessions import Sessions
 
 _Verb = Callable[[SessionRequest], dict[str, Any] | Awaitable[dict[str, Any]]]
+_NAMED: Mapping[str, Schema] = {"session_id": TEXT, "request_id": TEXT}
+_BODIES: Mapping[str, tuple[Sequence[str], Mapping[str, Schema]]] = {
+    "/rl/start_session": (
+        ["task_id"],
+        {
+            "task_id": {**TEXT, "minLength": 1},
+            "group_size": {**COUNT, "maximum": 256},
+            **dict.fromkeys(("api_key", "model", "request_id"), TEXT),
+        },
+    ),
+    "/rl/set_reward": (
+        ["reward"],
+        {
+            **_NAMED,
+            **dict.fromkeys(("interaction_id", "conversation_id"), TEXT),
+            "reward": NUMBER,
+            "turn": WHOLE,
+        },
+    ),
+    "/rl/end_session": ([], _NAMED),
+    "/export_trajectories": (
+        [],
+        {
+            **dict.fromkeys(("session_id", "group_id", "style"), TEXT),
+            **dict.fromkeys(("discount", "wait_s"), NUMBER),
+        },
+    ),
+}
+"""What requests need, and all that they may have."""
 _ELSEWHERE = (404, 429)
 """Answers after which another replica is asked."""
 
@@ -49,23 +89,32 @@ class _Routes:
         self._limits = limits
 
     def add_to(self, app: FastAPI) -> None:
-        verbs: dict[str, tuple[_Verb, list[str]]] = {
-            "/rl/start_session": (self._requests.start, ["POST"]),
-            "/rl/set_reward": (self._requests.set_reward, ["POST"]),
-            "/rl/end_session": (self._requests.end, ["POST"]),
-            "/export_trajectories": (self._requests.export, ["GET", "POST"]),
+        verbs: dict[str, _Verb] = {
+            "/rl/start_session": self._requests.start,
+            "/rl/set_reward": self._requests.set_reward,
+            "/rl/end_session": self._requests.end,
+            "/export_trajectories": self._requests.export,
         }
-        for path, (verb, methods) in verbs.items():
-            for prefix in ("", "/v1"):
-                name = path.rsplit("/", 1)[1]
-                app.add_api_route(
-                    prefix + path,
-                    self._answering(verb),
-                    methods=methods,
-                    name=name,
-                    include_in_schema=not prefix,
-                    description=verb.__doc__ or "",
-                )
+        for path, verb in verbs.items():
+            self._add(app, "POST", path, verb, {"requestBody": body_of(*_BODIES[path])})
+        export = "/export_trajectories"
+        _, fields = _BODIES[export]
+        self._add(app, "GET", export, verbs[export], {"parameters": query_of(fields)})
+
+    def _add(
+        self, app: FastAPI, method: str, path: str, verb: _Verb, described: Mapping[str, Any]
+    ) -> None:
+        for prefix in ("", "/v1"):
+            app.add_api_route(
+                prefix + path,
+                self._answering(verb),
+                methods=[method],
+                name=f"{method.lower()}_{path.rsplit('/', 1)[1]}",
+                include_in_schema=not prefix,
+                description=verb.__doc__ or "",
+                responses=answers(),
+                openapi_extra={**described, "security": list(SECURITY)},
+            )
 
     def _answering(self, verb: _Verb) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

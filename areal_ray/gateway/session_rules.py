@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from pydantic import Field
 
@@ -90,7 +91,7 @@ class SessionRules:
 
     # -- a session's end -----------------------------------------------------------------------
 
-    def end(self, session: Session, why: str = ENDED, **request: str) -> None:
+    def end(self, session: Session, why: str = ENDED, **request: Any) -> None:
         """Nothing more may be called in a session; it is sealed once nothing is under way.
 
         `request`: `SessionRequest.facts` of the one that asks for it.

@@ -45,7 +45,7 @@ class SessionRequest:
         """What a request that is sent again is known by; empty if it has none."""
         return self.text("request_id") or self.idempotency_key[:_MOST_TEXT]
 
-    def facts(self, verb: str) -> dict[str, str]:
+    def facts(self, verb: str) -> dict[str, Any]:
         """What is written down of it with what it does to a session: its id, and what it asks."""
         asked = [verb, *(self.body.get(name) for name in ("reward", "turn", "interaction_id"))]
         digest = hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()

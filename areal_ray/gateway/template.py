@@ -24,6 +24,8 @@ _KEPT_CHARACTERS = 8192
 _KEPT_TOKENS = 64
 """Siblings see and say the same short texts; longer ones are not kept."""
 _PROBE = "Q0Q"
+_UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What a template comes to grief by over a tool's schema that is not as it takes schemas to be."""
 _KEYED = {"role", "content", "name", "tool_call_id"}
 """What of a message a kept rendering is found by."""
 
@@ -128,7 +130,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except TemplateError as error:
+        except (TemplateError, *_UNREADABLE) as error:
             raise ValueError(
                 f"the chat template refused {len(messages)} messages "
                 f"({', '.join(message['role'] for message in messages)}): {error}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_ray.gateway.messages import ConversationKey, canonical, message_key
+from areal_ray.gateway.pieces import call_id
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.turn_tree import MessageNode, NewMessages, Turn
 
@@ -235,7 +236,10 @@ def is_named(turn: Turn, message: Mapping[str, Any]) -> bool:
     if turn.handle and message.get("handle") == turn.handle:
         return True
     assert turn.reply is not None
-    ours = [_plain_id(call["id"]) for call in turn.reply.message.get("tool_calls", ())]
+    # Turns that said the same share a message, with the ids of the first; each has its own by its
+    # handle.
+    num_calls = len(turn.reply.message.get("tool_calls", ()))
+    ours = [call_id(turn.handle, index) for index in range(num_calls)]
     theirs = [_plain_id(call["id"]) for call in message.get("tool_calls", ())]
     return any(our and their.startswith(our) for our in ours for their in theirs)
 

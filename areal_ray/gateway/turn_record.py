@@ -75,8 +75,7 @@ class TurnRecord:
 
 def written_down(turn: Turn) -> TurnRecord:
     """A turn that is over, as a record."""
-    last = turn.prompt if turn.reply is None else turn.reply
-    kept = last
+    kept = turn.prompt  # not the reply: another turn may have said the same to the same prompt
     while kept.owner is turn:
         assert kept.parent is not None
         kept = kept.parent

@@ -134,6 +134,34 @@ async def serving(script: Script, **options: Any) -> AsyncGenerator[Gateway, Non
     assert gateway.service.counts.num_open == 0
 
 
+@dataclass(frozen=True)
+class Answered:
+    """What came back to one request."""
+
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    def json(self) -> Any:
+        """The text as JSON that is JSON to everybody: without NaN and its like."""
+        return json.loads(self.text, parse_constant=_no_json)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events of a stream, `[DONE]` left out; each has to be well-formed."""
+        assert self.text.endswith("\n\n")
+        told = []
+        for event in self.text[:-2].split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in event.split("\n"))
+            if fields["data"] != "[DONE]":
+                told.append(json.loads(fields["data"], parse_constant=_no_json))
+                assert fields.get("event", told[-1].get("type")) == told[-1].get("type")
+        return told
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 async def ask(
     gateway: Gateway,
     body: Any,
@@ -141,8 +169,8 @@ async def ask(
     method: str = "POST",
     path: str = "/v1/chat/completions",
     headers: Sequence[tuple[bytes, bytes]] = (),
-) -> tuple[int, Any]:
-    """One request straight into the application: its status and the JSON of the answer."""
+) -> Answered:
+    """One request straight into the application."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     pieces = [{"type": "http.request", "body": raw, "more_body": False}]
     sent: list[Any] = []
@@ -166,5 +194,6 @@ async def ask(
         "headers": list(headers),
     }
     await make_app(gateway.service)(scope, receive, send)
+    told = {name.decode(): text.decode() for name, text in sent[0]["headers"]}
     content = b"".join(message.get("body", b"") for message in sent[1:])
-    return sent[0]["status"], json.loads(content) if content.startswith(b"{") else content
+    return Answered(sent[0]["status"], told, content.decode())

@@ -434,3 +434,15 @@ def test_an_end_of_turn_with_padding_is_joined_once_behind_the_gateway_too():
 def test_half_a_character_is_refused_before_a_tokenizer_sees_it():
     with pytest.raises(ValueError, match=r"'\\ud800', half a character"):
         RecordedModel().open([user("a\ud800b")])
+
+
+def test_of_turns_that_said_the_same_the_ids_tell_which_one_the_agent_went_on_from():
+    model = RecordedModel()
+    first = model.say(START, call("run", ODD), TOOLS)
+    second = model.say(START, call("run", ODD), [*TOOLS, EXTRA_TOOL])
+    for said, tools in ((first, TOOLS), (second, [*TOOLS, EXTRA_TOOL])):
+        model.say([*START, said, result(said, "42")], "done", tools)
+    outline = model.recorder.outline()
+    assert [turn.parent for turn in outline] == [-1, -1, 0, 1]
+    assert not model.recorder.splits
+    assert model.trained() == [call("run", ODD) + "done"] * 2

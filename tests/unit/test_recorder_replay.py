@@ -72,12 +72,13 @@ class Agent:
     def sampled(self) -> str:
         """What the model says next."""
         self.number += 1
-        kind = self.draw(st.sampled_from(("text", "call", "twice", "think")))
+        kind = self.draw(st.sampled_from(("text", "call", "twice", "think", "same")))
         made = call("run", f'{{"n" :  {self.number}.0 }}')
         return {
             "text": f" said {self.number}\n",
             "call": f"look{made}",
             "twice": made * 2,
+            "same": call("run", "{}"),
             "think": f"<think>hm {self.number}</think> well\n{made}",
         }[kind]
 
@@ -255,3 +256,14 @@ def test_a_label_the_client_said_outlives_the_process():
     model = RecordedModel()
     model.say([user("Generate a short, descriptive title (3-7 words)")], "Sums", None)
     assert [turn.label for turn in replayed(model).outline()] == [CallLabel.TITLE]
+
+
+def test_siblings_that_say_the_same_are_siblings_in_a_replayed_record_too():
+    model = RecordedModel()
+    for _ in range(3):
+        model.say([user("go")], "ok")
+    again = model.fresh_recorder()
+    for record in model.recorder.turn_records():
+        again.replay(decode_turn(encode_turn(record)))
+    assert again.left_out == model.recorder.left_out == {"untaken": 2}
+    assert [turn.branch for turn in again.outline()] == [-1, -1, 0]
