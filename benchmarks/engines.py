@@ -168,7 +168,7 @@ def _check(load: Load, told: dict[str, dict[str, float]]) -> None:
         if answer["tokens"] != sum(load.lengths):
             raise SystemExit(f"{name}: {answer['tokens']} tokens, asked for {sum(load.lengths)}")
     means = [answer["logprob"] / answer["tokens"] for answer in told.values()]
-    if max(means) - min(means) > 2.0:
+    if max(means) - min(means) > 8.0 / len(load.lengths) ** 0.5:  # a turn alone may go anywhere
         raise SystemExit(f"{load.name}: mean log-probs differ between the sides: {told}")
 
 
