@@ -1,17 +1,40 @@
 """JSON as it was written: the values of an object beside their own text."""
 
 import json
+import math
 import re
 from typing import Any
 
 _BLANK = re.compile(r"[ \t\n\r]*")
+_HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _refuse(constant: str) -> Any:
-    raise json.JSONDecodeError(f"{constant} is no JSON", constant, 0)
+    raise json.JSONDecodeError(f"{constant} is no JSON number", constant, 0)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+def _finite(text: str) -> float:
+    """What is beyond a double would be read as infinity, which no answer could hold again."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is beyond the numbers that can be read")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text; what it holds can be written as JSON in UTF-8 again.
+
+    Raises:
+        ValueError: It is none, or holds NaN, an infinity or (UnicodeEncodeError) half a character.
+        RecursionError: It is nested too deep.
+    """
+    value = _DECODER.decode(text)
+    if _HALF_ESCAPED.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 class Unfinished(ValueError):

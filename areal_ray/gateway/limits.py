@@ -4,17 +4,14 @@ A request outside of them costs no more than finding that out. `EdgeLimits` are 
 `gateway/app.py` holds to; `parsed` makes a JSON object of a body.
 """
 
-import json
-import math
-import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from areal_ray.gateway.call import CallError
+from areal_ray.gateway.json_text import read_json
 
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _GZIP_WINDOW = zlib.MAX_WBITS | 16
 
 
@@ -99,9 +96,7 @@ def parsed(body: bytes, limits: EdgeLimits) -> dict[str, Any]:
     """
     try:
         text = body.decode("utf-8-sig")
-        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        if _ESCAPED_SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
+        found = read_json(text)
     except UnicodeDecodeError as error:
         raise _invalid(f"is not UTF-8 at byte {error.start}") from error
     except UnicodeEncodeError as error:
@@ -140,18 +135,6 @@ def _check_depth(found: dict[str, Any], depth: int) -> None:
 
 def _invalid(message: str) -> CallError:
     return CallError(400, "invalid_json", f"body: {message}")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    """What is beyond a double would be read as infinity, which no answer could hold again."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is beyond the numbers that can be read")
-    return number
 
 
 def _inflate(window: int) -> Callable[[bytes, int], bytes]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_ray.core.turn import Reply
+from areal_ray.gateway.json_text import read_json
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
@@ -148,7 +149,7 @@ def _call(call: Any, index: int) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"messages[{index}].tool_calls: arguments of {function.get('name')!r} are not "

@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from areal_ray.errors import ArealRayError
+from areal_ray.gateway.http_parser import PlainParser
 
 _START_S = 30.0
 _MOST_HEAD_BYTES = 2**18
@@ -104,6 +105,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, head_s: float, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.parser = PlainParser(self)
         self._head_s = head_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -135,7 +137,13 @@ class _BoundedProtocol(HttpToolsProtocol):
         """Stop counting."""
         self._num_head_bytes = None
         self._end_wait()
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole, but for one that is told anew."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def _await_head(self) -> None:
         self._end_wait()

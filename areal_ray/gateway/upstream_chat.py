@@ -16,6 +16,7 @@ from areal_ray.gateway.call import (
     TextDelta,
     ToolCallDelta,
 )
+from areal_ray.gateway.json_text import read_json
 from areal_ray.gateway.turn_reader import shown_tools
 
 _STOPS = {"length": StopReason.LENGTH, "tool_calls": StopReason.TOOL_CALLS}
@@ -159,7 +160,7 @@ class Gathered:
 
 def _recorded_call(call: CalledTool) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.arguments)
+        arguments = read_json(call.arguments)
     except (ValueError, RecursionError):
         arguments = call.arguments  # as it came: the record has to tell what was said
     function = {"name": call.name, "arguments": arguments}

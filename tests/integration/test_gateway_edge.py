@@ -322,7 +322,40 @@ def test_a_body_of_another_length_than_was_said_is_refused_and_hung_up_on(head):
     run([Said("hi")], test, edge=EdgeLimits(body_idle_s=1.0))
 
 
-@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"\x00" * 99])
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("at_once", [1, 40, 100_000])
+def test_a_client_that_offers_another_protocol_is_answered_in_this_one(is_chunked, at_once):
+    text = json.dumps(BODY).encode()
+    framing = b"content-length: %d\r\n\r\n%s" % (len(text), text)
+    if is_chunked:
+        framing = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(text), text)
+    offered = (  # as Java's HTTP client and curl --http2 do
+        b"POST %s HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+        b"http2-settings: AAMAAABkAAQAAP__\r\n%s" % (CHAT.encode(), framing)
+    )
+
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        sent = offered * 2 + raw(BODY)
+        for start in range(0, len(sent), at_once):
+            writer.write(sent[start : start + at_once])
+            await writer.drain()
+            await asyncio.sleep(0)
+        for _ in range(3):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            assert b" 200 " in head
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r")[0])
+            assert json.loads(await reader.readexactly(length))["choices"]
+        writer.close()
+        await gateway.until_idle()
+        assert gateway.recorder.num_turns == 3
+
+    run([Said("hi")], test)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"\x00" * 99, b"CONNECT h:1 HTTP/1.1"]
+)
 def test_what_is_no_http_is_hung_up_on(garbage):
     async def test(gateway: Gateway) -> None:
         reader, writer = await connect(gateway)

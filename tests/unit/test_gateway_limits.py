@@ -32,6 +32,7 @@ def nested(levels: int) -> bytes:
         (b'{"a": "\\ud800"}', "half of a surrogate pair"),
         (b'{"a": NaN}', "NaN is no JSON number"),
         (b'{"a": -Infinity}', "-Infinity is no JSON number"),
+        (b'{"a": -1e999}', "-1e999 is beyond the numbers"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
         (nested(9), "nested deeper than 8 levels"),
         (nested(100_000), "nested deeper than 8 levels"),

@@ -86,6 +86,9 @@ def test_a_call_without_arguments_has_none(arguments):
     ("arguments", "told"),
     [
         ("{a", "not JSON"),
+        ('{"a": NaN}', "not JSON: NaN is no JSON number"),
+        ('{"a": -1e999}', "not JSON: -1e999 is beyond the numbers"),
+        ('{"a": "\\ud800"}', "not JSON: .* surrogates not allowed"),
         ("__import__('os').system('touch pwned')", "not JSON"),
         ("[1]", "JSON object"),
         ("3", "JSON object"),
