@@ -105,7 +105,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, head_s: float, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.parser = PlainParser(self)
+        self.parser = PlainParser(self)  # type: ignore[assignment]  # it stands in for it
         self._head_s = head_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
