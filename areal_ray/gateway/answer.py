@@ -42,12 +42,15 @@ from areal_ray.gateway.call import (
 )
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.messages import canonical
+from areal_ray.gateway.prompt_length import PromptTooLong, guessed_tokens
+from areal_ray.gateway.prompt_refusals import refusal, too_long
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.text_stream import before_stop
 from areal_ray.gateway.turn_reader import TurnReader, max_calls, shown_tools, token_logprobs
 
 _RETRY_S = 1.0
+_COUNTED_TOKENS = 1 << 15
 PROMPT_FILLS_CONTEXT = "the prompt fills the context"
 
 
@@ -102,9 +105,16 @@ class Answers:
             raise CallError(400, "invalid_value", told, param="n")
         recorder = record.recorder
         try:
-            turn = recorder.open_turn(call.messages, shown_tools(call), hints=call.hints)
+            turn = recorder.open_turn(
+                call.messages,
+                shown_tools(call),
+                hints=call.hints,
+                most_tokens=self.limits.context_tokens,
+            )
+        except PromptTooLong as error:
+            raise too_long(error.num_tokens, self.limits.context_tokens) from error
         except ValueError as error:
-            raise self._refusal(call, error) from error
+            raise refusal(self.template, call.messages, error) from error
         try:
             room = self._room(len(turn.prompt_ids))
         except CallError:
@@ -115,45 +125,25 @@ class Answers:
         return Answer(self, call, record, [turn, *others], room)
 
     def count_prompt_tokens(self, call: Call) -> int:
-        """Tokens of the prompt that a call would have if nothing of it were recorded.
+        """Tokens of the prompt that a call would have if nothing of it were recorded; of a prompt
+        of megabytes about as many.
 
         Raises:
             CallError: 400, as of `begin`.
         """
         try:
             plain = [canonical(message, index) for index, message in enumerate(call.messages)]
-            return len(self.template.prompt_ids(plain, shown_tools(call)))
+            text = self.template.render(plain, shown_tools(call))
+            return guessed_tokens(self.template.encode_array, text, _COUNTED_TOKENS)
         except ValueError as error:
-            raise self._refusal(call, error) from error
+            raise refusal(self.template, call.messages, error) from error
 
     def _room(self, num_prompt_tokens: int) -> int:
         """Tokens that the context leaves."""
         context = self.limits.context_tokens
         if num_prompt_tokens < context:
             return context - num_prompt_tokens
-        # Agents know an overflow by either text, and read the bound from it.
-        raise CallError(
-            400,
-            "context_length_exceeded",
-            f"This model's maximum context length is {context} tokens, of which at least 1 is for "
-            f"the reply; your messages resulted in {num_prompt_tokens} tokens: prompt is too long: "
-            f"{num_prompt_tokens} tokens > {context - 1} maximum. Shorten them",
-            param="messages",
-        )
-
-    def _refusal(self, call: Call, error: ValueError) -> CallError:
-        """Why no prompt could be made, with the message at fault."""
-        where, _, _ = str(error).partition(":")
-        if where.startswith("messages["):
-            return CallError(400, "invalid_value", str(error), param=where)
-        plain = [canonical(message, index) for index, message in enumerate(call.messages)]
-        for length in range(1, len(plain) + 1):
-            try:
-                self.template.render(plain[:length], add_generation_prompt=False)
-            except ValueError:
-                where = f"messages[{length - 1}]"
-                return CallError(400, "invalid_value", f"{where}: {error}", param=where)
-        return CallError(400, "invalid_value", f"messages: {error}", param="messages")
+        raise too_long(num_prompt_tokens, context)
 
 
 @dataclass(slots=True)

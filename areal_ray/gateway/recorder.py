@@ -23,6 +23,7 @@ from areal_ray.gateway.call import CallHints
 from areal_ray.gateway.call_labels import said_label, speaker
 from areal_ray.gateway.episode_export import EpisodeExport, Style, TurnOutline, unsampled
 from areal_ray.gateway.messages import RAW, reply_message
+from areal_ray.gateway.prompt_length import check_length
 from areal_ray.gateway.prompt_tail import (
     TEMPLATE_REWROTE_PAST,
     TEMPLATE_REWROTE_TURN,
@@ -113,6 +114,7 @@ class Recorder:
         called_by: int | None = None,
         *,
         hints: CallHints | None = None,
+        most_tokens: int | None = None,
     ) -> PromptedTurn:
         """Fix the prompt of the next model call; see `core.turn.TurnRecorder`.
 
@@ -121,8 +123,10 @@ class Recorder:
             tools: What the model may call.
             called_by: Of a sub-agent, `turn_id` of the closed turn that called it.
             hints: What a client behind the gateway says of the call.
+            most_tokens: A prompt that is far longer is refused and leaves no trace.
 
         Raises:
+            PromptTooLong: The prompt is far longer.
             ValueError: A message cannot be read, the template refuses the conversation, or the
                 episode has had as many calls as its trajectories can number.
         """
@@ -130,6 +134,8 @@ class Recorder:
             raise ValueError(f"the session has made {_MOST_TURNS} calls, the most. Start another")
         place = find_place(self._root, messages, self._turns, self._policy)
         rendered = self._template.render(place.messages, tools)
+        if most_tokens is not None:
+            check_length(self._template.encode_array, rendered, most_tokens)
         turn = self._new_turn(place.node)
         turn.new_messages = place.new
         turn.tools, turn.has_tools = tools, bool(tools)
