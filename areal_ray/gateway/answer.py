@@ -41,7 +41,7 @@ from areal_ray.gateway.call import (
     ChoiceEnd,
 )
 from areal_ray.gateway.door import SessionRecord
-from areal_ray.gateway.messages import canonical
+from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.text_stream import before_stop
@@ -102,7 +102,8 @@ class Answers:
             raise CallError(400, "invalid_value", told, param="n")
         recorder = record.recorder
         try:
-            turn = recorder.open_turn(call.messages, shown_tools(call), hints=call.hints)
+            said = in_call_order(call.messages)
+            turn = recorder.open_turn(said, shown_tools(call), hints=call.hints)
         except ValueError as error:
             raise self._refusal(call, error) from error
         try:
@@ -121,7 +122,7 @@ class Answers:
             CallError: 400, as of `begin`.
         """
         try:
-            plain = [canonical(message, index) for index, message in enumerate(call.messages)]
+            plain = [canonical(said, at) for at, said in enumerate(in_call_order(call.messages))]
             return len(self.template.prompt_ids(plain, shown_tools(call)))
         except ValueError as error:
             raise self._refusal(call, error) from error
