@@ -41,7 +41,7 @@ from areal_ray.gateway.call import (
     ChoiceEnd,
 )
 from areal_ray.gateway.door import SessionRecord
-from areal_ray.gateway.messages import canonical
+from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.prompt_length import PromptTooLong, guessed_tokens
 from areal_ray.gateway.prompt_refusals import refusal, too_long
 from areal_ray.gateway.reply_parser import ReplyFormat
@@ -106,7 +106,7 @@ class Answers:
         recorder = record.recorder
         try:
             turn = recorder.open_turn(
-                call.messages,
+                in_call_order(call.messages),
                 shown_tools(call),
                 hints=call.hints,
                 most_tokens=self.limits.context_tokens,
@@ -132,7 +132,7 @@ class Answers:
             CallError: 400, as of `begin`.
         """
         try:
-            plain = [canonical(message, index) for index, message in enumerate(call.messages)]
+            plain = [canonical(said, at) for at, said in enumerate(in_call_order(call.messages))]
             text = self.template.render(plain, shown_tools(call))
             return guessed_tokens(self.template.encode_array, text, _COUNTED_TOKENS)
         except ValueError as error:

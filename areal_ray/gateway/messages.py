@@ -22,6 +22,7 @@ RAW = "raw"
 """Role of a prompt that is in no template; of ours alone, clients cannot send it."""
 
 _READ = {"role", "content", "tool_calls", "tool_call_id", "name"}
+_NOT_ALPHANUMERIC = re.compile(r"[^0-9A-Za-z]")
 _FRACTION = re.compile(r"\d[.e]")
 
 
@@ -96,6 +97,39 @@ def _arguments_key(arguments: Any) -> str:
 def _number(text: str) -> float:
     value = float(text)
     return int(value) if value.is_integer() else value
+
+
+def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The conversation with the results of parallel tool calls in the order of the calls.
+
+    Agents that run tools side by side send what came first, and say by an id which call it is of;
+    a chat template shows no ids, and a model has the order alone to go by.
+    """
+    ordered: list[Mapping[str, Any]] | None = None
+    for index, message in enumerate(messages):
+        ids = [plain_id(call["id"]) for call in message.get("tool_calls", ())]
+        if len(ids) < 2:
+            continue
+        end = index + 1
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        ranks = [_rank(result.get("tool_call_id"), ids) for result in messages[index + 1 : end]]
+        if None not in ranks and len(set(ranks)) == len(ranks) and ranks != sorted(ranks):
+            ordered = ordered or list(messages)
+            places = sorted(range(len(ranks)), key=ranks.__getitem__)
+            ordered[index + 1 : end] = [messages[index + 1 + place] for place in places]
+    return messages if ordered is None else ordered
+
+
+def _rank(call_id: Any, ids: Sequence[str]) -> int | None:
+    """Which of the calls an id names, also with something appended."""
+    named = plain_id(call_id) if isinstance(call_id, str) else ""
+    return next((rank for rank, known in enumerate(ids) if known and named.startswith(known)), None)
+
+
+def plain_id(call_id: Any) -> str:
+    """Letters and digits of a tool call's id, which clients keep."""
+    return _NOT_ALPHANUMERIC.sub("", call_id) if isinstance(call_id, str) else json.dumps(call_id)
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:

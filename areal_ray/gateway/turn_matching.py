@@ -5,13 +5,12 @@ calls (also without punctuation, or with something appended), what is said. A tu
 or id is still another one if it says something else.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_ray.gateway.messages import ConversationKey, canonical, message_key
+from areal_ray.gateway.messages import ConversationKey, canonical, message_key, plain_id
 from areal_ray.gateway.pieces import call_id
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.turn_tree import MessageNode, NewMessages, Turn
@@ -29,7 +28,6 @@ RESPELLED = "blanks or the order of calls changed"
 _BILLING_LINE = re.compile(r"^x-[\w-]*billing[\w-]*:.*\n?", re.MULTILINE | re.IGNORECASE)
 """What a client counts its requests by, in the system text."""
 _INLINE_REASONING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-_NOT_ALPHANUMERIC = re.compile(r"[^0-9A-Za-z]")
 
 
 @dataclass(slots=True)
@@ -181,14 +179,14 @@ class _Finder:
             for call, kept in zip(
                 message.get("tool_calls", ()), recorded.get("tool_calls", ()), strict=False
             ):
-                self._call_ids.setdefault(_plain_id(call["id"]), kept["id"])
+                self._call_ids.setdefault(plain_id(call["id"]), kept["id"])
 
     def _answered(self, message: dict[str, Any], index: int) -> dict[str, Any]:
         """A tool result under the id of its call as recorded."""
         call_id = message.get("tool_call_id")
         if not call_id or message["role"] != "tool":
             return message
-        plain = _plain_id(call_id)
+        plain = plain_id(call_id)
         known = self._call_ids.get(plain)
         if known is None:
             known = next((k for p, k in self._call_ids.items() if p and plain.startswith(p)), None)
@@ -240,7 +238,7 @@ def is_named(turn: Turn, message: Mapping[str, Any]) -> bool:
     # handle.
     num_calls = len(turn.reply.message.get("tool_calls", ()))
     ours = [call_id(turn.handle, index) for index in range(num_calls)]
-    theirs = [_plain_id(call["id"]) for call in message.get("tool_calls", ())]
+    theirs = [plain_id(call["id"]) for call in message.get("tool_calls", ())]
     return any(our and their.startswith(our) for our in ours for their in theirs)
 
 
@@ -285,7 +283,3 @@ def _is_part(turn: Turn, at: MessageNode, message: Mapping[str, Any]) -> bool:
 
 def _loose(key: ConversationKey) -> tuple[str, list[tuple[str, str]]]:
     return "".join(key[1].split()), sorted(key[2])
-
-
-def _plain_id(call_id: Any) -> str:
-    return _NOT_ALPHANUMERIC.sub("", call_id) if isinstance(call_id, str) else json.dumps(call_id)

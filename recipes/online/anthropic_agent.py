@@ -7,10 +7,11 @@ import argparse
 import itertools
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from anthropic import Anthropic
+from anthropic import Anthropic, APIError
 
 from areal_ray.agents import Task
 from recipes.calculator.agent import calculate
@@ -36,24 +37,34 @@ def _ask(client: Anthropic, messages: list[Any]) -> str:
     return "".join(block.text for block in reply.content if block.type == "text")
 
 
-def main(at_once: int = 32) -> None:
+def attempt(url: str, session: dict[str, str], task: Task, client: Anthropic) -> None:
+    """One attempt, and what it was worth."""
+    try:
+        answer = solve(task, client.with_options(api_key=session["api_key"]))
+    except APIError as error:  # this attempt is lost, the next may go well
+        print(f"{session['session_id']}: {error}", file=sys.stderr, flush=True)
+        return
+    finish(url, session, reward=float(answer.strip() == task.answer))
+
+
+def main() -> None:
     """Attempt tasks, each a few times: training compares the attempts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", help="as `areal-ray serve` prints it")
     parser.add_argument("--tasks", type=int, help="stop after so many; without it, never")
+    parser.add_argument("--at-once", type=int, default=32, help="attempts side by side")
     args = parser.parse_args()
     key = os.environ["AREAL_RAY_ADMIN_KEY"]
     client = Anthropic(base_url=args.url, api_key=key, max_retries=8)
 
-    def attempt(tasks: list[Task]) -> None:
+    def play(tasks: list[Task]) -> None:
         for task in itertools.islice(itertools.cycle(tasks), len(tasks) if args.tasks else None):
             for session in start(args.url, key, task.id, group_size=8):
-                answer = solve(task, client.with_options(api_key=session["api_key"]))
-                finish(args.url, session, reward=float(answer.strip() == task.answer))
+                attempt(args.url, session, task, client)
 
     tasks = train(args.tasks or 4096)
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(attempt, [tasks[one::at_once] for one in range(at_once)]))
+    with ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(play, [tasks[one :: args.at_once] for one in range(args.at_once)]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
 from tests.support.needs import needs_deepspeed
-from tests.support.online import agent_program, complaints_of, sessions_trained
+from tests.support.online import complaints_of, health_of, program_at, sessions_trained
 from tests.support.vllm_process import engine_process_below
 from tests.support.whole_runs import (
     ROOT,
@@ -54,6 +54,7 @@ TRAIN_ENGINES = {
 }
 RECIPES_CLIP = ["objective.eps_clip=null", "objective.eps_clip_higher=null"]
 PATIENCE_S = 500.0
+REFUSALS = ("num_refused", "num_failed", "num_gone", "num_defects")
 
 pytestmark = pytest.mark.timeout(PATIENCE_S + 60)
 
@@ -98,18 +99,26 @@ def test_another_train_engine_lifts_it_by_twenty_five_points(runs: Runs, name: s
     assert lifted(runs, STEPS, *shorter, *TRAIN_ENGINES[name]) >= 0.25
 
 
-def test_the_demo_learns_online_from_an_agent_program_of_openais_sdk(runs: Runs) -> None:
+@pytest.mark.parametrize(
+    "program", ["openai_agent", pytest.param("anthropic_agent", marks=pytest.mark.extended)]
+)
+def test_the_demo_learns_online_from_a_program_on_either_sdk(runs: Runs, program: str) -> None:
     """As it does in process: no request of the program's fails while weights are swapped."""
     steps = 8
     overrides = [f"cluster.fileroot={runs.folder}", f"steps={steps}", "telemetry.console=off"]
     constant = "learner.optimizer.lr_scheduler_type=constant"
-    handle = launch(ROOT / "recipes/online/calculator.yaml", [*overrides, constant])
-    log = runs.folder / "online.jsonl"
-    with agent_program(handle, log):
+    named = f"name=learn-{program}"
+    handle = launch(ROOT / "recipes/online/calculator.yaml", [*overrides, constant, named])
+    log = runs.folder / f"{program}.jsonl"
+    with program_at(handle, log, program):
+        until_step(handle, steps - 1, PATIENCE_S)
+        seen = health_of(handle)
         summary = handle.wait(PATIENCE_S)
         complaints = complaints_of(log)
     assert (summary.outcome, summary.steps, summary.version) == ("finished", steps, steps)
     assert not complaints
+    assert seen["num_calls"] > 8 * 32 * (steps - 1)
+    assert not [name for name in REFUSALS if seen[name]], seen
     assert summary.staleness.max <= 2
     assert assert_books_balance(handle.folder)["trained"] == 32 * steps
     taken = sessions_trained(handle.folder)

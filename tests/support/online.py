@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,36 @@ RECIPE = ROOT / "recipes/online/calculator.yaml"
 
 
 @contextmanager
-def agent_program(handle: Any, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The recipe's program at the gateway of a run; `log` gets its sessions and what it complains
-    of."""
+def program_at(
+    handle: Any, log: Path, program: str, *options: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program of `recipes/online` at the gateway of a run; what it complains of goes beside
+    `log`."""
     access = handle.wait_for_gateway(PATIENCE_S)
-    command = [sys.executable, "-m", "recipes.online.openai_agent", access.url, "--log", str(log)]
+    command = [sys.executable, "-m", f"recipes.online.{program}", access.url, *options]
     environment = {**os.environ, "AREAL_RAY_ADMIN_KEY": access.admin_key}
     with log.with_suffix(".err").open("ab") as complaints:
-        program = subprocess.Popen(
-            [*command, *options], cwd=ROOT, env=environment, stderr=complaints
-        )
+        running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=complaints)
     try:
-        yield program
+        yield running
     finally:
-        program.kill()
-        program.wait()
+        running.kill()
+        running.wait()
+
+
+def agent_program(
+    handle: Any, log: Path, *options: str
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """The program of OpenAI's SDK; `log` gets its sessions."""
+    return program_at(handle, log, "openai_agent", "--log", str(log), *options)
+
+
+def health_of(handle: Any) -> dict[str, Any]:
+    """What the gateway of a run has seen since it started."""
+    url = handle.wait_for_gateway(PATIENCE_S).url
+    with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+        told: dict[str, Any] = json.load(answer)
+    return told
 
 
 def complaints_of(log: Path) -> str:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,13 @@ def needs_agent(package: str) -> None:
 
 
 @asynccontextmanager
-async def serving_agents(folder: Path, script: Script) -> AsyncGenerator[Replica, None]:
-    """A gateway with sessions and a long context, whose template writes tools and calls."""
+async def serving_agents(
+    folder: Path, script: Script, watch: Callable[[Any], Any] = lambda app: app
+) -> AsyncGenerator[Replica, None]:
+    """A gateway with sessions and a long context, whose template writes tools and calls.
+
+    `watch` may put something between the socket and the application.
+    """
     tokenizer = tiny_tokenizer()
     template = ChatTemplate(tokenizer, SHOWS_ALL)
     reply_format = ReplyFormat(template)
@@ -62,7 +67,7 @@ async def serving_agents(folder: Path, script: Script) -> AsyncGenerator[Replica
     answers = Answers(template, reply_format, sampler, limits=CallLimits(512, 2**18))
     service = Service(answers=answers, door=sessions)
     app = make_sessions_app(service, sessions, time.time)
-    replica = Replica(sessions, sampler, service, GatewayServer(app, grace_s=2.0), app)
+    replica = Replica(sessions, sampler, service, GatewayServer(watch(app), grace_s=2.0), app)
     replica.url = await replica.server.start()
     try:
         yield replica

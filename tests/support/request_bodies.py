@@ -223,7 +223,7 @@ MESSAGES = Spoken(
     },
     {
         "model": "m",
-        "max_tokens": 64,
+        "max_tokens": 512,
         "messages": [{"role": "user", "content": HELLO}],
         "tools": [ANTHROPIC_ADD],
     },

@@ -77,7 +77,7 @@ def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_
     raise AssertionError(f"waited {patience_s:g} s for {what}")
 
 
-def until_step(handle: Any, step: int) -> None:
+def until_step(handle: Any, step: int, patience_s: float = PATIENCE_S) -> None:
     """Wait until a run has done a step; its failure is raised at once."""
 
     def reached() -> bool:
@@ -87,7 +87,7 @@ def until_step(handle: Any, step: int) -> None:
             handle.wait(1.0)
         return False
 
-    until(reached, f"step {step} of {handle.folder.name}")
+    until(reached, f"step {step} of {handle.folder.name}", patience_s)
 
 
 def steps_of(folder: Path) -> list[int]:
