@@ -113,6 +113,7 @@ class Recorder:
         called_by: int | None = None,
         *,
         hints: CallHints | None = None,
+        is_held: bool = False,
     ) -> PromptedTurn:
         """Fix the prompt of the next model call; see `core.turn.TurnRecorder`.
 
@@ -121,6 +122,7 @@ class Recorder:
             tools: What the model may call.
             called_by: Of a sub-agent, `turn_id` of the closed turn that called it.
             hints: What a client behind the gateway says of the call.
+            is_held: Whether it is sampled under a grammar, so that it does not train.
 
         Raises:
             ValueError: A message cannot be read, the template refuses the conversation, or the
@@ -135,7 +137,7 @@ class Recorder:
         turn.tools, turn.has_tools = tools, bool(tools)
         turn.rendered_length, turn.rendered_digest = len(rendered), text_digest(rendered)
         turn.continues, turn.reappeared = place.continues, place.reappeared
-        turn.deviations = place.deviations
+        turn.deviations, turn.is_held = place.deviations, is_held
         if self._policy.is_tolerant:
             hints = hints or CallHints()
             turn.said_label, turn.speaker = said_label(place.messages, hints), speaker(hints)
@@ -156,7 +158,7 @@ class Recorder:
         for name in (
             *("call", "new_messages", "tools", "has_tools", "tools_digest", "base", "num_shared"),
             *("added_ids", "num_prompt", "is_extension", "rendered_length", "rendered_digest"),
-            *("caller", "continues", "reappeared", "said_label", "speaker"),
+            *("caller", "continues", "reappeared", "said_label", "speaker", "is_held"),
         ):
             setattr(other, name, getattr(first, name))
         return PromptedTurn(other.turn_id, turn.prompt_ids, other.handle)
