@@ -304,8 +304,11 @@ class EngineConformance:
     ) -> None:
         unkept = 'start: %json {"type": "array", "uniqueItems": true}'
         bad = replace(bench.ask(prompt_of(1, 5)), grammar=unkept)
-        refused, other = bench.run([bad, bench.ask(prompt_of(2, 5), max_new_tokens=5)])
+        good = bench.ask(prompt_of(2, 5), max_new_tokens=5)
+        bench.engine.submit([bad, good])
+        refused, other = bench.served.wait(bad.request_id, good.request_id)
         assert "uniqueItems" in refused.error
+        assert refused.is_refused
         assert_whole(other)
 
     def test_filters_keep_to_the_likely_tokens(self, bench: Bench) -> None:
