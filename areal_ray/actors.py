@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from areal_ray.core.journal import JOURNAL_FOLDER
 from areal_ray.core.seeds import derive_seed
+from areal_ray.engines.constraint_support import why_unconstrained
 from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.preference import PairTask
 from areal_ray.engines.protocols import SamplingConfig
@@ -23,7 +24,7 @@ from areal_ray.runtime.agent_actor import AgentActor
 from areal_ray.runtime.cluster import Connection
 from areal_ray.runtime.elastic import ElasticFleet
 from areal_ray.runtime.fleet import Fleet, Seat, call, spawn, unheard
-from areal_ray.runtime.gateway_config import GatewayConfig, SessionTerms
+from areal_ray.runtime.gateway_config import EngineFacts, GatewayConfig, SessionTerms
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.placement import (
@@ -188,6 +189,7 @@ class ActorGraph:
         sessions that train."""
         from areal_ray.runtime.gateway_actor import GatewayActor  # needs the extra `gateway`
 
+        engine = self.recipe.rollout.engine
         return self._fleet(
             GATEWAY,
             GatewayActor,
@@ -201,7 +203,7 @@ class ActorGraph:
                 "key_hash": key_hash,
                 "terms": terms,
                 "model_name": self.recipe.served_name,
-                "context_tokens": self.recipe.rollout.engine.max_context_tokens,
+                "engine": EngineFacts(engine.max_context_tokens, why_unconstrained(engine)),
             },
         )
 

@@ -33,6 +33,10 @@ class EngineError(ArealRayError):
     """An engine could not load, sample or train; names the engine and the request."""
 
 
+class RequestRefused(EngineError):
+    """An engine cannot serve a request as it is asked, and no other of the fleet can."""
+
+
 class EngineDied(EngineError):
     """A process of the engine's own died, or holds parts of two versions: another has to be started
     in its place."""

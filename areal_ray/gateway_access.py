@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from areal_ray.engines.constraint_support import why_unconstrained
 from areal_ray.engines.vllm_arguments import parser_problems
 from areal_ray.gateway.keys import new_admin_key, weakness
 from areal_ray.recipe import Recipe
@@ -80,4 +81,7 @@ def gateway_problems(recipe: Recipe) -> Iterator[str]:
                 f"gateway.upstream.{name}.key_env: {upstream.key_env} is not set. Set that "
                 "variable to the provider's key."
             )
+    lacking = why_unconstrained(recipe.rollout.engine)
+    if recipe.gateway.structured_output == "on" and lacking:
+        yield f"gateway.structured_output: is on, but {lacking}"
     yield from parser_problems(recipe.gateway.tool_parser, where="gateway")

@@ -48,6 +48,7 @@ HOMES = {
     "uvicorn": ("gateway/",),
     "typer": ("cli.py",),
     "rich": ("telemetry/",),
+    "llguidance": ("core/grammars.py",),
 }
 ENVIRONMENT_HOMES = (
     *("cli.py", "runtime/cluster.py"),

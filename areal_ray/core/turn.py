@@ -106,6 +106,8 @@ class TurnRequest:
     temperature: float | None = None
     """None = the run's; so with top_p. Others are for serving without training alone."""
     top_p: float | None = None
+    grammar: str = ""
+    """What its text is held to, see `core.grammars`; empty = nothing."""
 
 
 class TurnChunk(Protocol):

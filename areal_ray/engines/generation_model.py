@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from areal_ray.core.grammars import Grammars
 from areal_ray.engines.cached_model import Forward
 from areal_ray.engines.lean_forward import LeanForward, why_not_lean
 from areal_ray.engines.logit_adjustments import why_bias_refused
@@ -41,6 +42,7 @@ class GenerationModel:
     vocab_size: int
     stop_ids: tuple[int, ...]
     stop_strings: StopStrings
+    grammars: Grammars
 
     def why_refused(self, request: GenerationRequest) -> str:
         """Empty if a request can be served, else what is wrong with it."""
@@ -82,14 +84,18 @@ def load_generation_model(
         )
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, model_config)
+    stop_ids = stop_token_ids(folder)
     return GenerationModel(
         forward=_load_forward(_Source(folder, model_config, dtype, device), config.forward, lora),
         dtype=dtype,
         device=device,
         window_tokens=context_window(config.max_context_tokens, model_config),
         vocab_size=int(model_config.vocab_size),
-        stop_ids=stop_token_ids(folder),
+        stop_ids=stop_ids,
         stop_strings=StopStrings(folder),
+        grammars=Grammars(
+            (folder / "tokenizer.json").read_text, int(model_config.vocab_size), stop_ids
+        ),
     )
 
 

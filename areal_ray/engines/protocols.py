@@ -87,6 +87,9 @@ class GenerationRequest:
     """Requests with the same non-empty key begin alike (a group's prompt, an episode's past)."""
     is_streamed: bool = False
     """Whether `on_chunks` gets the turn's tokens as they are sampled, before the whole result."""
+    grammar: str = ""
+    """What the turn's text is held to, see `core.grammars`; empty = nothing. What samples is then
+    not the policy alone; the log-probs stay the policy's own, as with penalties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ class GenerationResult:
     stop_reason: StopReason
     error: str = ""
     """Why the engine could not serve this request; then the arrays are empty."""
+    is_refused: bool = False
+    """Whether that lies in the request, so that no engine of the fleet will serve it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def sound_and_refused(
     for request in requests:
         why = why_refused(request)
         if why:
-            refused.append(failed_result(request.request_id, why))
+            refused.append(failed_result(request.request_id, why, is_refused=True))
         else:
             sound.append(request)
     return sound, refused

@@ -28,7 +28,7 @@ _SCALARS = np.dtype(
         ("top_p", "f4"),
         ("top_k", "i8"),
         ("min_p", "f4"),
-        ("is_adjusted", "?"),  # has penalties or biases
+        ("is_adjusted", "?"),  # has penalties, biases or a grammar
         ("repetition", "f4"),
         ("presence", "f4"),
         ("frequency", "f4"),
@@ -91,7 +91,7 @@ class RowTable:
             sampling.top_p,
             sampling.top_k,
             sampling.min_p,
-            bool(sampling.adjustments),
+            bool(sampling.adjustments or request.grammar),
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
@@ -154,10 +154,10 @@ class RowTable:
             stop_reason=reason,
         )
 
-    def fail(self, row: int, why: str) -> GenerationResult:
+    def fail(self, row: int, why: str, *, is_refused: bool = False) -> GenerationResult:
         """What comes back for a row that sampled what nobody should get."""
         self._scalars["unsent"][row] = _NEVER_SENT
-        return failed_result(self.requests[row].request_id, why)
+        return failed_result(self.requests[row].request_id, why, is_refused=is_refused)
 
     def take_chunks(self) -> list[GenerationChunk]:
         """What streamed rows, those that left included, sampled since the last call."""
@@ -201,8 +201,8 @@ class RowTable:
         return movers, gaps
 
 
-def failed_result(request_id: str, why: str) -> GenerationResult:
-    """What comes back for a request the engine could not serve."""
+def failed_result(request_id: str, why: str, *, is_refused: bool = False) -> GenerationResult:
+    """What comes back for a request the engine could not serve, or would not for what it asks."""
     return GenerationResult(
         request_id=request_id,
         token_ids=np.empty(0, np.int32),
@@ -210,6 +210,7 @@ def failed_result(request_id: str, why: str) -> GenerationResult:
         versions=np.empty(0, np.int32),
         stop_reason=StopReason.ABORT,
         error=f"request {request_id}: {why}",
+        is_refused=is_refused,
     )
 
 

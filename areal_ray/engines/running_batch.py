@@ -6,7 +6,7 @@ its place, so every tensor op reads a slice. A step costs what the longest runni
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.cached_model import CachedModel
 from areal_ray.engines.entrance import Entrance
 from areal_ray.engines.generation_model import GenerationModel
+from areal_ray.engines.grammar_rows import GrammarRows
 from areal_ray.engines.kv_cache import CacheLimits, KVCache
 from areal_ray.engines.logit_adjustments import adjusted_logits
 from areal_ray.engines.prefix_reuse import PrefixReuse
@@ -43,6 +44,7 @@ class RunningBatch:
         self._rows = RowTable(
             config.max_slots, model.window_tokens, model.stop_ids, model.stop_strings
         )
+        self._grammars = GrammarRows(self._rows)
         self._prefixes = PrefixReuse(self._rows, self._cache, kept_bounds)
         self._sampling: SamplingRows | None = None
         self._entrance = Entrance(
@@ -95,8 +97,10 @@ class RunningBatch:
         """Sample for rows first..num_rows-1, record the tokens, let finished rows leave."""
         uniform = uniforms(self._rows.column("stream", first), self._rows.column("length", first))
         rows = self._sampling_rows(first)
-        adjusted = None
+        adjusted, lost = None, {}
         if rows.adjusted is not None:
+            self._grammars.settle()
+            lost = self._grammars.lost(first)
             adjusted = adjusted_logits(logits, rows.adjusted, self._rows, first)
         drawn, drawn_logprobs = sample(
             logits, rows, torch.from_numpy(uniform).to(self._model.device), adjusted
@@ -104,17 +108,32 @@ class RunningBatch:
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
         self.sampled_tokens += len(tokens)
-        is_broken = ~np.isfinite(logprobs)
-        leaving = first + np.flatnonzero(is_stopped | is_cut | is_broken)
+        failed = {row: self._rows.fail(row, why, is_refused=True) for row, why in lost.items()}
+        for row in (first + np.flatnonzero(~np.isfinite(logprobs))).tolist():
+            failed[row] = self._rows.fail(row, _NOT_FINITE.format(self.version))
+        is_leaving = is_stopped | is_cut
+        is_leaving[[row - first for row in failed]] = True
+        leaving = first + np.flatnonzero(is_leaving)
+        if rows.adjusted is not None:
+            self._grammars.follow(first, tokens, set(leaving.tolist()))
         if not len(leaving):
             return []
+        return self._leave(leaving, is_stopped[leaving - first], failed)
+
+    def _leave(
+        self,
+        leaving: NDArray[np.int64],
+        is_stopped: NDArray[np.bool_],
+        failed: Mapping[int, GenerationResult],
+    ) -> list[GenerationResult]:
+        """Let rows [k] leave that have stopped [k], were cut, or failed."""
         finished, ended = [], []
-        for row in leaving.tolist():
-            if is_broken[row - first]:
-                finished.append(self._rows.fail(row, _NOT_FINITE.format(self.version)))
+        for row, has_stopped in zip(leaving.tolist(), is_stopped.tolist(), strict=True):
+            if row in failed:
+                finished.append(failed[row])
                 self._cache.clear_row(row)
             else:
-                reason = StopReason.STOP if is_stopped[row - first] else StopReason.LENGTH
+                reason = StopReason.STOP if has_stopped else StopReason.LENGTH
                 finished.append(self._rows.result(row, reason))
                 ended.append(row)
         self._prefixes.keep(ended, self.version)

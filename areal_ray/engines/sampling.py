@@ -3,8 +3,8 @@
 Called by the torch generation engine once per step. The recorded log-prob is that of the FULL
 softmax at the sampling temperature: top-p, top-k and min-p decide which token may be drawn and do
 not renormalise what is recorded. The learner does the same, so that on unchanged weights its ratio
-to the behaviour policy is exactly 1. Penalties and biases make another distribution to draw from;
-what is recorded is still the policy's own, and recipes that train refuse them.
+to the behaviour policy is exactly 1. Penalties, biases and grammars make another distribution to
+draw from; what is recorded is still the policy's own, and what they drew does not train.
 
 Each draw takes one uniform number that depends on nothing but the request's seed and the token's
 position, so a request's tokens do not depend on what else is in the batch.
@@ -62,7 +62,7 @@ class SamplingRows:
     min_p: torch.Tensor | None
     """[f, 1]"""
     adjusted: torch.Tensor | None
-    """[a] indices of rows with penalties or biases."""
+    """[a] indices of rows with penalties, biases or a grammar."""
 
     @classmethod
     def of(
@@ -132,12 +132,16 @@ def _sample_adjusted(
     logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor, adjusted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw from other logits than those whose log-probs are recorded."""
-    assert rows.adjusted is not None
-    tokens, _ = _draw(logits.index_copy(0, rows.adjusted, adjusted), rows, uniform)
+    which = rows.adjusted
+    assert which is not None
+    tokens, probabilities = _draw(logits.index_copy(0, which, adjusted), rows, uniform)
+    logprobs = probabilities.gather(1, tokens).log_()  # the other rows', as without these
+    own = logits[which]
     if rows.inverse_temperature is not None:
-        logits = logits * rows.inverse_temperature
+        own = own * rows.inverse_temperature[which]
     # Not the log of a probability: a bias can draw what the policy gives less than float32 holds.
-    return tokens.squeeze(1), torch.log_softmax(logits, -1).gather(1, tokens).squeeze(1)
+    logprobs[which] = torch.log_softmax(own, -1).gather(1, tokens[which])
+    return tokens.squeeze(1), logprobs.squeeze(1)
 
 
 def _draw(

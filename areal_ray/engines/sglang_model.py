@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_ray.engines.constraint_support import WHY_SGLANG_CANNOT
 from areal_ray.engines.model_files import is_head_tied, load_config, model_folder, stop_token_ids
 from areal_ray.engines.protocols import GenerationRequest
 from areal_ray.engines.request_limits import context_window, why_ids_refused
@@ -41,6 +42,8 @@ class SglangModel:
                 "they make of the policy, not the policy's own. Leave them out, or use "
                 "rollout.engine.kind: torch."
             )
+        if request.grammar:
+            return f"its grammar: {WHY_SGLANG_CANNOT}"
         return self.stop_strings.load() if sampling.stop else ""
 
     def why_ids_refused(self, token_ids: NDArray[np.int32], longest: int) -> str:

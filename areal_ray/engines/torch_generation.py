@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from areal_ray.engines.engine_loop import EngineLoop
 from areal_ray.engines.errands import Errand
 from areal_ray.engines.generation_model import load_generation_model
+from areal_ray.engines.grammar_rows import GrammarDesk
 from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
@@ -61,6 +62,7 @@ class TorchGenerationEngine:
         self._batch = RunningBatch(self._model, config)
         self._batch.version = version
         self._loop = EngineLoop(config.num_threads)
+        self._grammars = GrammarDesk(self._model.grammars, self._loop.changed)
         # Shared with the loop thread, under `_loop.changed`:
         self._waiting: deque[GenerationRequest] = deque()
         self._unserved: list[GenerationResult] = []
@@ -71,8 +73,7 @@ class TorchGenerationEngine:
         # Touched by the loop thread alone:
         self._finished: list[GenerationResult] = []
         self._entering: list[GenerationRequest] = []
-        self._busy_s = 0.0
-        self._idle_for_swap_s = 0.0
+        self._busy_s = self._idle_for_swap_s = 0.0
 
     # -- the verbs ------------------------------------------------------------------------------
 
@@ -90,9 +91,13 @@ class TorchGenerationEngine:
         sound, refused = sound_and_refused(requests, self._model.why_refused)
         with self._loop.changed:
             self._loop.raise_if_over()
-            self._waiting.extend(sound)
-            self._unserved.extend(refused)
-            self._loop.changed.notify_all()
+            self._enter(self._grammars.prepare(sound, self._enter), refused)
+
+    def _enter(self, ready: list[GenerationRequest], refused: list[GenerationResult]) -> None:
+        """Have requests wait for a place, and others reported; under the loop's lock."""
+        self._waiting.extend(ready)
+        self._unserved.extend(refused)
+        self._loop.changed.notify_all()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End turns now; ids that are not running or waiting are ignored."""
@@ -183,7 +188,7 @@ class TorchGenerationEngine:
             return EngineHealth(
                 version=self._batch.version,
                 num_running=self._batch.num_rows + self._batch.num_entering,
-                num_waiting=len(self._waiting),
+                num_waiting=len(self._waiting) + len(self._grammars.ids),
                 sampled_tokens=self._batch.sampled_tokens,
                 busy_s=self._busy_s,
                 idle_for_swap_s=self._idle_for_swap_s,
@@ -242,7 +247,8 @@ class TorchGenerationEngine:
         if not self._to_abort:
             return
         wanted, self._to_abort = self._to_abort, set()
-        unstarted = [r.request_id for r in self._waiting if r.request_id in wanted]
+        unstarted = self._grammars.take(wanted)
+        unstarted += [r.request_id for r in self._waiting if r.request_id in wanted]
         self._waiting = deque(r for r in self._waiting if r.request_id not in wanted)
         self._finished += [aborted_result(request_id) for request_id in unstarted]
         self._finished += self._batch.abort(wanted)
@@ -272,9 +278,11 @@ class TorchGenerationEngine:
 
     def _end(self, failure: Exception | None) -> None:
         """Hand everything back: as aborted when closed, with the cause when the loop failed."""
-        self._finished += self._unserved
+        with self._loop.changed:
+            self._finished += self._unserved
+            waiting = self._grammars.close()
         running = self._batch.running_ids()
-        waiting = [r.request_id for r in (*self._entering, *self._waiting)]
+        waiting += [r.request_id for r in (*self._entering, *self._waiting)]
         waiting = [request_id for request_id in waiting if request_id not in running]
         if failure is None:
             self._finished += self._batch.abort(set(running))

@@ -38,6 +38,7 @@ _UNSUITED = {
     "spec_model": "log-probs of drafted tokens are not the policy's",
     "spec_tokens": "log-probs of drafted tokens are not the policy's",
     "watermark_config": "what samples has to be the policy",
+    "structured_outputs_config": "grammars are read by the back end that they are written for",
     "load_format": "a run starts from the weights of model.path",
     "pipeline_parallel_size": "a replica's model is split by rollout.engine.tensor_parallel alone",
     "weight_transfer_config": "weights come by the section weights",

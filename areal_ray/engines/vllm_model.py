@@ -50,6 +50,8 @@ class ServedModel:
                 f"its stop strings need a tokenizer, which {self.folder} lacks. Add it, or stop "
                 "by stop_token_ids."
             )
+        if request.grammar and not self.has_tokenizer:
+            return f"its grammar needs a tokenizer, which {self.folder} lacks. Add it."
         wrong = self.why_ids_refused(request.prompt_ids, self.window_tokens - 1)
         return wrong or why_bias_refused(sampling, self.vocab_size)
 

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 
 from areal_ray.engines.protocols import (
@@ -137,7 +138,9 @@ class TurnService:
                 result = await self._sample(turn)
         except Exception as error:
             told = str(error).strip().splitlines() or [type(error).__name__]
-            result = failed_result(name, f"vLLM could not serve it: {told[0]}")
+            is_refused = isinstance(error, VLLMValidationError)
+            why = f"vLLM could not serve it: {told[0]}"
+            result = failed_result(name, why, is_refused=is_refused)
         del self._turns[name]
         self._ended_tokens += len(result.token_ids)
         self._report(result)

@@ -100,11 +100,14 @@ async def start_vllm(
     processes = EngineProcesses()
     with environment(start_variables(config, is_cpu=is_cpu)):
         try:
+            from vllm.config import StructuredOutputsConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             if adapters is not None:
                 arguments |= adapters.arguments
+            # The one of its back ends that reads our grammars.
+            arguments["structured_outputs_config"] = StructuredOutputsConfig(backend="guidance")
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except _RAISED_AT_START as error:
             if _LOST_PROCESS in str(error):

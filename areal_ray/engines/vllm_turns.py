@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
@@ -99,11 +99,17 @@ def sampling_params(turn: Turn, stop_ids: Sequence[int], window_tokens: int) -> 
         stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
         ignore_eos=True,  # the ids that end a turn are given above
         seed=request.seed & _LARGEST_SEED,
+        structured_outputs=_held_to(request.grammar) if request.grammar else None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=(RequestOutputKind.DELTA if turn.is_streamed else RequestOutputKind.FINAL_ONLY),
     )
+
+
+def _held_to(grammar: str) -> StructuredOutputsParams:
+    # vLLM takes two syntaxes; the declaration says that it is llguidance's.
+    return StructuredOutputsParams(grammar=f"%llguidance {{}}\n{grammar}")
 
 
 def scoring_params(last: int) -> SamplingParams:

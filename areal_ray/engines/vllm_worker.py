@@ -112,6 +112,8 @@ class PolicySampler(Sampler):
     penalties. Greedy rows are told at temperature 1.
     """
 
+    policy_logits: torch.Tensor | None = None
+    """[n, vocabulary] of a step in which grammars changed the logits: those before."""
     _temperature: torch.Tensor | None = None
 
     def forward(
@@ -128,6 +130,8 @@ class PolicySampler(Sampler):
         """[n, vocabulary] log-probs; outside of a step (of prompt tokens) at temperature 1."""
         if self._temperature is None:
             return Sampler.compute_logprobs(logits)
+        if self.policy_logits is not None:
+            logits = self.policy_logits
         temperature = self._temperature[:, None]
         scale = torch.where(temperature < _GREEDY_BELOW, 1.0, temperature)
         return Sampler.compute_logprobs(logits.float() / scale)
@@ -145,17 +149,52 @@ class WorkerExtension:
         if isinstance(sampler, Sampler):
             sampler.__class__ = PolicySampler
             sampler.logprobs_mode = "raw_logprobs"
+            self.model_runner.sample_tokens = _keeping_the_policy(self.model_runner)
         else:
-            sampler.sample = _telling_the_policy(sampler)
+            kept = _keep_logits(self.model_runner.structured_outputs_worker)
+            sampler.sample = _telling_the_policy(sampler, kept)
             sampler.logprobs_mode = "processed_logprobs"
         return before
 
 
-def _telling_the_policy(sampler: Any) -> Any:
+def _keeping_the_policy(runner: Any) -> Any:
+    """`sample_tokens` of vLLM's first model runner, whose sampler gets masked logits alone."""
+    inner = runner.sample_tokens
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        state = runner.execute_model_state
+        if grammar_output is not None and state is not None and state.logits is not None:
+            runner.sampler.policy_logits = state.logits.clone()
+        try:
+            return inner(grammar_output)
+        finally:
+            runner.sampler.policy_logits = None
+
+    return sample_tokens
+
+
+def _keep_logits(masks: Any) -> list[torch.Tensor]:
+    """What the second model runner masks in this step, as it was before; empty where it does not.
+
+    `masks` is who applies grammars there; None where none can be.
+    """
+    kept: list[torch.Tensor] = []
+    if masks is not None:
+        inner = masks.apply_grammar_bitmask
+
+        def apply_grammar_bitmask(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            kept.append(logits.clone())
+            inner(logits, *args, **kwargs)
+
+        masks.apply_grammar_bitmask = apply_grammar_bitmask
+    return kept
+
+
+def _telling_the_policy(sampler: Any, kept: list[torch.Tensor]) -> Any:
     """`sample` of the sampler of vLLM's second model runner (GPU), with the policy's logits.
 
     It is asked for processed log-probs and takes them from the logits that `sample` hands back:
-    here those before penalties and filters, at the request's temperature.
+    here those before grammars (`kept`), penalties and filters, at the request's temperature.
     """
     inner = sampler.sample
 
@@ -163,7 +202,8 @@ def _telling_the_policy(sampler: Any) -> Any:
         logits: torch.Tensor, mapping: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sampled, _ = inner(logits, mapping, *args, **kwargs)
-        policy = logits.to(torch.float32, copy=True)
+        policy = kept.pop() if kept else logits
+        policy = policy.to(torch.float32, copy=True)
         # The third argument has the rows as numpy; vLLM's kernel leaves greedy rows as they are.
         sampler.sampling_states.apply_temperature(policy, mapping, args[1])
         return sampled, policy

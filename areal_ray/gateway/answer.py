@@ -15,9 +15,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from areal_ray.core.seeds import derive_seed
 from areal_ray.core.trajectory import StopReason
 from areal_ray.core.turn import (
@@ -29,7 +26,7 @@ from areal_ray.core.turn import (
     TurnRequest,
     TurnSampler,
 )
-from areal_ray.errors import ArealRayError
+from areal_ray.errors import ArealRayError, RequestRefused
 from areal_ray.gateway.call import (
     Call,
     CalledTool,
@@ -47,7 +44,13 @@ from areal_ray.gateway.prompt_refusals import refusal, too_long
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.text_stream import before_stop
-from areal_ray.gateway.turn_reader import TurnReader, max_calls, shown_tools, token_logprobs
+from areal_ray.gateway.turn_reader import (
+    TurnReader,
+    max_calls,
+    sampled_so_far,
+    shown_tools,
+    token_logprobs,
+)
 
 _RETRY_S = 1.0
 _COUNTED_TOKENS = 1 << 15
@@ -109,6 +112,7 @@ class Answers:
                 in_call_order(call.messages),
                 shown_tools(call),
                 hints=call.hints,
+                is_held=bool(call.grammar),
                 most_tokens=self.limits.context_tokens,
             )
         except PromptTooLong as error:
@@ -193,6 +197,9 @@ class Answer:
 
     def _request(self, turn: PromptedTurn, index: int, max_new_tokens: int) -> TurnRequest:
         call, record = self._call, self._record
+        grammar = call.grammar
+        if grammar:
+            grammar = self._answers.reply_format.whole_grammar(grammar, turn.prompt_ids)
         is_free = not record.is_trained
         if call.seed is None or record.is_trained:  # siblings must not be alike
             seed = derive_seed(self._answers.seed, record.session_id, turn.turn_id)
@@ -207,13 +214,14 @@ class Answer:
             prefix_key=record.prefix_key or record.session_id,
             temperature=call.temperature if is_free else None,
             top_p=call.top_p if is_free else None,
+            grammar=grammar,
         )
 
     async def whole(self) -> CallReply:
         """Sample all choices.
 
         Raises:
-            CallError: 503 if the sampler fails.
+            CallError: 503 if the sampler fails, 400 if it refuses what was asked.
         """
         if len(self._parts) == 1:
             return self._replied([await self._sampled(self._parts[0])])
@@ -227,7 +235,7 @@ class Answer:
         """What is sampled, as it comes; `reply` is there after the last of it.
 
         Raises:
-            CallError: 503 if the sampler fails.
+            CallError: 503 if the sampler fails, 400 if it refuses what was asked.
         """
         ends: dict[int, Choice] = {}
         source = self._streamed(self._parts[0]) if len(self._parts) == 1 else self._merged()
@@ -320,7 +328,7 @@ class Answer:
     def _abort(self, part: _Part, reason: str) -> None:
         if not part.is_over:
             part.is_over = True
-            self._record.recorder.abort_turn(part.turn, _joined(part.come), reason)
+            self._record.recorder.abort_turn(part.turn, sampled_so_far(part.come), reason)
             self._record.turn_over(part.turn.turn_id, self.opening.id)
 
     def _choice(self, part: _Part, sampled: SampledTurn, reply: Reply) -> Choice:
@@ -359,26 +367,6 @@ class Answer:
         return self.reply
 
 
-@dataclass(frozen=True, slots=True)
-class _SampledSoFar:
-    """What came of a turn that was broken off; arrays of the same length N."""
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    stop_reason: StopReason = StopReason.ABORT
-
-
-def _joined(chunks: Sequence[TurnChunk]) -> SampledTurn | None:
-    if not chunks:
-        return None
-    return _SampledSoFar(
-        np.concatenate([chunk.token_ids for chunk in chunks]),
-        np.concatenate([chunk.logprobs for chunk in chunks]),
-        np.concatenate([chunk.versions for chunk in chunks]),
-    )
-
-
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
@@ -386,4 +374,6 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def _failed(error: ArealRayError) -> CallError:
+    if isinstance(error, RequestRefused):
+        return CallError(400, "invalid_value", f"sampling: {error}")
     return CallError(503, "engine_error", f"sampling: {error}", retry_after_s=_RETRY_S)

@@ -1,8 +1,9 @@
 """Anthropic's Messages: requests read leniently, replies written with every field and event name.
 
 Reasoning is shown where the client asks for thinking, as the API does; the signature of its block
-is the turn's handle, by which a turn that comes back is known. What the engines cannot constrain
-(`output_config.format`, `tool_choice: any`) is read and passed over.
+is the turn's handle, by which a turn that comes back is known. What `output_config.format`,
+`tool_choice` and `strict` ask for is `gateway.structured`'s to keep; where the engines cannot, a
+format is passed over, since agents ask for titles so.
 """
 
 import json
@@ -23,6 +24,7 @@ from areal_ray.gateway.call import (
 )
 from areal_ray.gateway.exchange import json_bytes
 from areal_ray.gateway.fields import (
+    asked_schema,
     read_count,
     read_flag,
     read_function,
@@ -33,6 +35,7 @@ from areal_ray.gateway.fields import (
     read_text,
     refuse,
     shown,
+    strict_names,
 )
 from areal_ray.gateway.messages import canonical
 
@@ -75,7 +78,8 @@ class AnthropicMessages:
             stop=read_stop(body, "stop_sequences"),
             temperature=read_number(body, "temperature", 0.0, 2.0),
             top_p=read_number(body, "top_p", 0.0, 1.0),
-            json_schema=_json_schema(body),
+            **_json_schema(body),
+            strict_tools=strict_names(tool for _, tool in read_items(body, "tools")),
             stream=read_flag(body, "stream", default=False),
             hints=replace(hints, user=user if isinstance(user, str) else ""),
             extra={"thinking": _thinking(body.get("thinking"))},
@@ -267,13 +271,13 @@ def _tool_choice(choice: Mapping[str, Any]) -> str:
     return {"any": "required", "none": "none"}.get(kind, "auto") if type(kind) is str else "auto"
 
 
-def _json_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _json_schema(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `Call`."""
     config = body.get("output_config")
     wanted = config.get("format") if type(config) is dict else body.get("output_format")
     if type(wanted) is not dict or wanted.get("type") != "json_schema":
-        return None
-    schema = wanted.get("schema")
-    return schema if type(schema) is dict else {}
+        return {}
+    return asked_schema({"schema": wanted.get("schema")}, "output_config.format")
 
 
 def _thinking(wanted: Any) -> str:

@@ -32,6 +32,7 @@ from areal_ray.gateway.openai_responses import OpenAIResponses
 from areal_ray.gateway.openapi import telling_model_calls
 from areal_ray.gateway.reply_store import ReplyStore
 from areal_ray.gateway.sse import SHUTTING_DOWN, send_stream
+from areal_ray.gateway.structured import StructuredOutput
 from areal_ray.gateway.upstream import UpstreamAnswer, Upstreams
 
 _log = logging.getLogger(__name__)
@@ -85,8 +86,16 @@ class Service:
     limits: EdgeLimits = field(default_factory=EdgeLimits)
     counts: EdgeCounts = field(default_factory=EdgeCounts)
     replies: ReplyStore = field(default_factory=ReplyStore)
+    structured: StructuredOutput | None = None
+    """Holds replies to what calls ask for; None = that is read and passed over."""
     upstreams: Upstreams | None = None
     """Answers calls of sessions that are not the policy's."""
+
+    async def constrained(self, call: Call, record: SessionRecord) -> Call:
+        """The call with what its reply is held to; see `StructuredOutput.constrained`."""
+        if record.texts is not None or self.structured is None:
+            return call
+        return await self.structured.constrained(call, is_trained=record.is_trained)
 
     def begin(self, call: Call, record: SessionRecord) -> Answer | UpstreamAnswer:
         """Whoever serves the session takes up a call of it; see `Answers.begin`."""
@@ -223,6 +232,7 @@ class Edge:
             try:
                 owner = f"{exchange.key()} {session}"
                 call = service.replies.resumed(call, owner)
+                call = await service.constrained(call, record)
                 keep = partial(self._keep, dialect, call, owner)
                 answer = service.begin(call, record)
                 try:

@@ -51,6 +51,14 @@ class Call:
     top_logprobs: int = 0
     json_schema: Mapping[str, Any] | None = None
     """The reply has to be JSON of this schema; {} = any object."""
+    is_strict: bool = False
+    """Whether the client has to be refused where that cannot be kept; else it is tried."""
+    schema_field: str = ""
+    """Where the dialect has the schema, for messages."""
+    strict_tools: frozenset[str] = frozenset()
+    """Names of tools whose calls have to fit their schemas."""
+    grammar: str = ""
+    """What the reply is held to, as `gateway.structured` writes it; empty = nothing."""
     stream: bool = False
     include_usage: bool = False
     """Chat alone: a last chunk with the usage."""

@@ -15,6 +15,7 @@ from areal_ray.gateway.turn_tree import Turn
 
 UNTAKEN = "untaken"
 ABORTED = "aborted"
+HELD = "held_to_a_grammar"
 
 Style = Literal["concat", "individual"]
 
@@ -35,7 +36,7 @@ class TurnOutline:
     branch: int
     """Branch that trains it; -1 = none."""
     left_out: str
-    """Why it does not train: untaken, aborted, or its label; empty if it does."""
+    """Why it does not train: its label, or one of the reasons above; empty if it does."""
     stop_reason: StopReason
     abort_reason: str
     split: str
@@ -51,7 +52,14 @@ class _Row:
     """Turns that one trajectory trains, the last one first."""
 
     turns: list[Turn]
+    """Those held to a grammar among them are context: their tokens carry no loss."""
     branch: int = 0
+
+    def drop_untrained_end(self) -> bool:
+        """Leave out what only follows the last turn that trains; whether there is any."""
+        while self.turns and self.turns[0].is_held:
+            del self.turns[0]
+        return bool(self.turns)
 
 
 class EpisodeExport:
@@ -77,7 +85,7 @@ class EpisodeExport:
     def trajectories(self, style: Style, fields: Mapping[str, Any]) -> list[Trajectory]:
         """One a branch (concat) or a turn (individual); the main line's first."""
         rows = self._rows(style)
-        branch_of = {turn.turn_id: row.branch for row in rows for turn in row.turns}
+        branch_of = _branches(rows)
         return [
             _trajectory(row, branch_of.get(self._caller_id(row.turns[0]), -1), fields)
             for row in rows
@@ -85,7 +93,7 @@ class EpisodeExport:
 
     def outline(self) -> list[TurnOutline]:
         """All turns, in the order they were opened."""
-        branch_of = {turn.turn_id: row.branch for row in self._rows("concat") for turn in row.turns}
+        branch_of = _branches(self._rows("concat"))
         return [
             TurnOutline(
                 turn_id=turn.turn_id,
@@ -134,14 +142,15 @@ class EpisodeExport:
             for turn in group:
                 if not (turn.is_taken if is_any_taken else turn.call == newest):
                     found[turn.turn_id] = UNTAKEN
-        return found
+        held = (turn.turn_id for turn in self._turns if turn.is_held)
+        return {**dict.fromkeys(held, HELD), **found}
 
     def _rows(self, style: Style) -> list[_Row]:
         rows: list[_Row] = []
         row_of: dict[int, _Row] = {}
         extended: set[int] = set()
         for turn in self._turns:
-            if turn.turn_id in self._left_out:
+            if self._left_out.get(turn.turn_id, HELD) != HELD:
                 continue
             parent = turn.parent
             is_first = parent is not None and parent.turn_id not in extended
@@ -153,6 +162,7 @@ class EpisodeExport:
                 row = _Row([turn])
                 rows.append(row)
             row_of[turn.turn_id] = row
+        rows = [row for row in rows if row.drop_untrained_end()]
         if self._labels:
             rows.sort(key=lambda row: self.label(row.turns[-1]) is not CallLabel.MAIN)
         for number, row in enumerate(rows):
@@ -196,6 +206,11 @@ def unsampled(prompt_ids: NDArray[np.int32], fields: Mapping[str, Any]) -> Traje
     )
 
 
+def _branches(rows: Sequence[_Row]) -> dict[int, int]:
+    """By which row each turn trains."""
+    return {turn.turn_id: row.branch for row in rows for turn in row.turns if not turn.is_held}
+
+
 def _id(turn: Turn | None) -> int:
     return -1 if turn is None else turn.turn_id
 
@@ -211,6 +226,8 @@ def _trajectory(row: _Row, parent_branch: int, fields: Mapping[str, Any]) -> Tra
     turn_ids = np.empty(total, np.int16)
     turn_ids.fill(-1)
     for turn in row.turns:
+        if turn.is_held:
+            continue
         span = slice(turn.num_prompt, turn.num_ids)
         mask[span] = True
         logprobs[span] = turn.logprobs

@@ -1,6 +1,6 @@
 """Fields of a request body, read alike by every dialect: null is absent, a wrong type is a 400."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from areal_ray.gateway.call import CallError
@@ -64,6 +64,27 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         for where, tool in read_items(body, "tools")
         if tool.get("type", "function") == "function"
     ]
+
+
+def strict_names(functions: Iterable[Any]) -> frozenset[str]:
+    """Of functions, as a body has them, those whose calls have to fit their schemas."""
+    named = (one for one in functions if type(one) is dict and one.get("strict") is True)
+    return frozenset(one["name"] for one in named if type(one.get("name")) is str)
+
+
+def asked_schema(wanted: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Fields of a `Call` whose reply has to be JSON.
+
+    Args:
+        wanted: Its `schema` and whether it is `strict`; any object where there is no schema.
+        field: Of the body.
+    """
+    schema = wanted.get("schema")
+    return {
+        "json_schema": schema if type(schema) is dict else {},
+        "is_strict": wanted.get("strict") is True,
+        "schema_field": field,
+    }
 
 
 def read_items(body: Mapping[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:

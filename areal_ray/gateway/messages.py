@@ -114,9 +114,10 @@ def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
         ranks = [_rank(result.get("tool_call_id"), ids) for result in messages[index + 1 : end]]
-        if None not in ranks and len(set(ranks)) == len(ranks) and ranks != sorted(ranks):
+        known = [rank for rank in ranks if rank is not None]
+        if len(set(known)) == len(ranks) and known != sorted(known):
             ordered = ordered or list(messages)
-            places = sorted(range(len(ranks)), key=ranks.__getitem__)
+            places = [place for _, place in sorted(zip(known, range(len(known)), strict=True))]
             ordered[index + 1 : end] = [messages[index + 1 + place] for place in places]
     return messages if ordered is None else ordered
 

@@ -1,8 +1,7 @@
 """OpenAI's Chat Completions: requests read leniently, replies written with every field.
 
-Both limits on tokens may be given; the smaller holds. Tools that are no functions are passed over,
-and so is what the engines cannot constrain (`tool_choice: required`, `response_format`): agents
-that a refusal would change go on.
+Both limits on tokens may be given; the smaller holds. Tools that are no functions are passed over.
+What `response_format`, `tool_choice` and `strict` ask for is `gateway.structured`'s to keep.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,10 @@ from areal_ray.gateway.call import (
 )
 from areal_ray.gateway.exchange import json_bytes
 from areal_ray.gateway.fields import (
+    asked_schema,
     read_count,
     read_flag,
+    read_items,
     read_number,
     read_seed,
     read_stop,
@@ -35,6 +36,7 @@ from areal_ray.gateway.fields import (
     read_tools,
     refuse,
     shown,
+    strict_names,
 )
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway.openai_shapes import DONE, chat_usage, openai_error, shown_logprobs
@@ -85,7 +87,10 @@ class OpenAIChat:
             top_p=read_number(body, "top_p", 0.0, 1.0),
             logprobs=bool(body.get("logprobs")),
             top_logprobs=_top_logprobs(body),
-            json_schema=_json_schema(body.get("response_format")),
+            **_json_schema(body.get("response_format")),
+            strict_tools=strict_names(
+                tool.get("function") for _, tool in read_items(body, "tools")
+            ),
             stream=read_flag(body, "stream", default=False),
             include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
             hints=replace(hints, user=user if isinstance(user, str) else ""),
@@ -249,12 +254,12 @@ def _top_logprobs(body: Mapping[str, Any]) -> int:
     return count
 
 
-def _json_schema(wanted: Any) -> Mapping[str, Any] | None:
+def _json_schema(wanted: Any) -> dict[str, Any]:
+    """Fields of a `Call`."""
     if type(wanted) is not dict or wanted.get("type") in (None, "text"):
-        return None
+        return {}
     named = wanted.get("json_schema")
-    schema = named.get("schema") if type(named) is dict else None
-    return schema if type(schema) is dict else {}
+    return asked_schema(named if type(named) is dict else {}, "response_format")
 
 
 def _shown_message(choice: Choice) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """OpenAI's Responses: requests read leniently, replies written with every field and every event.
 
 Reasoning is shown as its summary; `encrypted_content` holds the turn's handle, by which a turn that
-comes back is known. What the engines cannot constrain (`text.format`, `tool_choice: required`) is
-read and passed over.
+comes back is known. What `text.format`, `tool_choice` and `strict` ask for is
+`gateway.structured`'s to keep.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,16 @@ from areal_ray.gateway.call import (
 )
 from areal_ray.gateway.exchange import json_bytes
 from areal_ray.gateway.fields import (
+    asked_schema,
     read_count,
     read_flag,
+    read_items,
     read_number,
     read_seed,
     read_stop,
     read_text,
     refuse,
+    strict_names,
 )
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway.openai_shapes import openai_error, shown_logprobs
@@ -87,7 +90,8 @@ class OpenAIResponses:
             top_p=read_number(body, "top_p", 0.0, 1.0),
             logprobs=wants,
             top_logprobs=(read_count(body, "top_logprobs") or 0) if body.get("top_logprobs") else 0,
-            json_schema=_json_schema(body.get("text")),
+            **_json_schema(body.get("text")),
+            strict_tools=strict_names(tool for _, tool in read_items(body, "tools")),
             stream=read_flag(body, "stream", default=False),
             hints=replace(
                 hints,
@@ -295,12 +299,12 @@ def _tool_choice(choice: Any, tools: OfferedTools) -> str:
     return choice if choice in ("none", "required") else "auto"
 
 
-def _json_schema(text: Any) -> Mapping[str, Any] | None:
+def _json_schema(text: Any) -> dict[str, Any]:
+    """Fields of a `Call`."""
     wanted = text.get("format") if type(text) is dict else None
     if type(wanted) is not dict or wanted.get("type") in (None, "text"):
-        return None
-    schema = wanted.get("schema")
-    return schema if type(schema) is dict else {}
+        return {}
+    return asked_schema(wanted, "text.format")
 
 
 def _status(reply: CallReply) -> str:

@@ -115,6 +115,7 @@ class Recorder:
         *,
         hints: CallHints | None = None,
         most_tokens: int | None = None,
+        is_held: bool = False,
     ) -> PromptedTurn:
         """Fix the prompt of the next model call; see `core.turn.TurnRecorder`.
 
@@ -124,6 +125,7 @@ class Recorder:
             called_by: Of a sub-agent, `turn_id` of the closed turn that called it.
             hints: What a client behind the gateway says of the call.
             most_tokens: A prompt that is far longer is refused and leaves no trace.
+            is_held: Whether it is sampled under a grammar, so that it does not train.
 
         Raises:
             PromptTooLong: The prompt is far longer.
@@ -141,12 +143,9 @@ class Recorder:
         turn.tools, turn.has_tools = tools, bool(tools)
         turn.rendered_length, turn.rendered_digest = len(rendered), text_digest(rendered)
         turn.continues, turn.reappeared = place.continues, place.reappeared
-        turn.deviations = place.deviations
+        turn.deviations, turn.is_held = place.deviations, is_held
         if self._policy.is_tolerant:
-            hints = hints or CallHints()
-            turn.said_label, turn.speaker = said_label(place.messages, hints), speaker(hints)
-            if tools:
-                turn.tools_digest = text_digest(json.dumps(tools, sort_keys=True))
+            _note_client(turn, place.messages, tools, hints or CallHints())
         else:
             turn.caller = self._caller(place, called_by)
         ids = self._prompt(turn, place, rendered)
@@ -162,7 +161,7 @@ class Recorder:
         for name in (
             *("call", "new_messages", "tools", "has_tools", "tools_digest", "base", "num_shared"),
             *("added_ids", "num_prompt", "is_extension", "rendered_length", "rendered_digest"),
-            *("caller", "continues", "reappeared", "said_label", "speaker"),
+            *("caller", "continues", "reappeared", "said_label", "speaker", "is_held"),
         ):
             setattr(other, name, getattr(first, name))
         return PromptedTurn(other.turn_id, turn.prompt_ids, other.handle)
@@ -318,6 +317,15 @@ def _begun(place: Place, turns: Sequence[Turn]) -> Turn | None:
     begun = [turn for turn in reversed(turns) if turn.prompt.path()[0] is first]
     resent = [turn for turn in begun if not place.new and turn.prompt is place.node]
     return next(iter(resent or (begun if place.has_past else ())), None)
+
+
+def _note_client(
+    turn: Turn, messages: Sequence[Mapping[str, Any]], tools: Tools, hints: CallHints
+) -> None:
+    """What a client behind the gateway shows of a call: what it is for, and who speaks."""
+    turn.said_label, turn.speaker = said_label(messages, hints), speaker(hints)
+    if tools:
+        turn.tools_digest = text_digest(json.dumps(tools, sort_keys=True))
 
 
 def _said(turn: Turn) -> str:

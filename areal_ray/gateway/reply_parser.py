@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from areal_ray.core.turn import Reply, ToolCall
+from areal_ray.gateway.grammar_text import GrammarText
 from areal_ray.gateway.pieces import (
     CallPiece,
     Ids,
@@ -17,6 +18,7 @@ from areal_ray.gateway.pieces import (
 )
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.tool_formats import TOOL_FORMATS, guess_tool_format, len_held
+from areal_ray.gateway.tool_grammars import ToolGrammar, tool_grammar
 
 REASONING_MARKS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
@@ -51,6 +53,35 @@ class ReplyFormat:
         self._marks = _reasoning_marks(reasoning_parser, template.source)
         markers = (*(self._tools.markers if self._tools else ()), *(self._marks or ()))
         self._shown = template.special_ids(markers) - template.end_ids - {template.pad_id}
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether anything is read as a call."""
+        return self._tools is not None
+
+    @property
+    def tool_grammar(self) -> ToolGrammar | None:
+        """How calls are written; None where there are none, or a parser of others reads them."""
+        return tool_grammar(self._tools)
+
+    def whole_grammar(self, reply: str, prompt_ids: Ids) -> str:
+        """A grammar for what is sampled after a prompt: the reasoning as it comes, then the reply.
+
+        Args:
+            reply: A grammar without `start`, whose rule `reply` is what the client asked for.
+            prompt_ids: [P] where its end opens the reasoning, the reply follows it; where it closes
+                it, there is none.
+        """
+        tail = self._tail(prompt_ids)
+        if self._marks is None or tail.endswith(self._marks[1]):
+            return f"start: reply\n{reply}"
+        opener, closer = self._marks
+        is_open = tail.endswith(opener)
+        text = GrammarText(self._template.added_id, "thought")
+        begin = "" if is_open else text.mark(opener)
+        blank = text.rule(r"/\n{1,2}/", is_terminal=True)
+        thought = text.written(f"{begin} {text.up_to(closer)} {blank}?")
+        return f"start: thought{'' if is_open else '?'} reply\n{thought}\n{reply}"
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens but for those that replies are parsed by."""
@@ -104,8 +135,11 @@ class ReplyFormat:
 
     def _opens_reasoning(self, prompt_ids: Ids) -> bool:
         assert self._marks is not None
-        tail = [int(i) for i in prompt_ids[-_TAIL_TOKENS:]]
-        return self.decode(tail).rstrip().endswith(self._marks[0])
+        return self._tail(prompt_ids).endswith(self._marks[0])
+
+    def _tail(self, prompt_ids: Ids) -> str:
+        """The end of a prompt, without blanks after it."""
+        return self.decode([int(i) for i in prompt_ids[-_TAIL_TOKENS:]]).rstrip()
 
 
 class ReplyParser:

@@ -61,6 +61,7 @@ class ChatTemplate:
         """Ids that end a turn: the tokenizer's eos and ChatML's."""
         added = tokenizer.added_tokens_decoder
         self._specials = tuple(token.content for token in added.values())
+        self._added = {token.content: number for number, token in added.items()}
         self._hidden = {number: token.content for number, token in added.items() if token.special}
         self._encode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._encode)
         self._short_ids = re.search(r"length\s*!=\s*9\b", str(source)) is not None
@@ -176,6 +177,21 @@ class ChatTemplate:
         """Ids of those of the given texts that are special tokens, which `decode` leaves out."""
         wanted = set(texts)
         return frozenset(number for number, text in self._hidden.items() if text in wanted)
+
+    def added_id(self, text: str) -> int | None:
+        """Id of a text that was added to the vocabulary as one token; None of others."""
+        return self._added.get(text)
+
+    @property
+    def why_no_grammars(self) -> str:
+        """Why no grammar can be made for this tokenizer; empty if one can."""
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            return "the model has no tokenizer.json. Save its tokenizer as a fast one."
+        return ""
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer as text of a tokenizer.json."""
+        return str(self.tokenizer.backend_tokenizer.to_str())
 
     def decode(self, ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
         """Text of `ids` without special tokens but for those of `shown`."""

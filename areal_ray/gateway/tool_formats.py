@@ -246,7 +246,7 @@ def _parameter_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
 
 def _typed(text: str, schema: Any) -> Any:
     """A value as its schema types it; text where it is of another type after all."""
-    kinds = _kinds(schema)
+    kinds = kinds_of(schema)
     if not kinds or "string" in kinds:
         return None if text == "null" and "null" in kinds else text
     spelled = text.strip()
@@ -259,7 +259,8 @@ def _typed(text: str, schema: Any) -> Any:
     return value if end == len(spelled) else text
 
 
-def _kinds(schema: Any) -> set[str]:
+def kinds_of(schema: Any) -> set[str]:
+    """JSON types that a schema names; none where it names none."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -269,5 +270,5 @@ def _kinds(schema: Any) -> set[str]:
     for key in ("anyOf", "oneOf"):
         choices = schema.get(key)
         for choice in choices if isinstance(choices, list) else []:
-            kinds |= _kinds(choice)
+            kinds |= kinds_of(choice)
     return kinds

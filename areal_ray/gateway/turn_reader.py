@@ -1,7 +1,12 @@
 """A streamed turn as events of its call, chunk by chunk."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_ray.core.trajectory import StopReason
 from areal_ray.core.turn import PromptedTurn, SampledTurn, TurnChunk
 from areal_ray.gateway.call import (
     Call,
@@ -114,3 +119,24 @@ def token_logprobs(
         for token, logprob in zip(ids, logprobs, strict=True)
         if token not in template.end_ids
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledSoFar:
+    """What came of a turn that was broken off; arrays of the same length N."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    stop_reason: StopReason = StopReason.ABORT
+
+
+def sampled_so_far(chunks: Sequence[TurnChunk]) -> SampledTurn | None:
+    """The chunks of a turn that was broken off as one; None where none came."""
+    if not chunks:
+        return None
+    return _SampledSoFar(
+        np.concatenate([chunk.token_ids for chunk in chunks]),
+        np.concatenate([chunk.logprobs for chunk in chunks]),
+        np.concatenate([chunk.versions for chunk in chunks]),
+    )

@@ -17,7 +17,7 @@ from areal_ray.gateway.turn_tree import MessageNode, Turn
 
 _PLAIN_FACTS = (
     *("call", "num_prompt", "is_extension", "rendered_length", "has_tools", "has_end", "split"),
-    *("speaker", "opened_at", "abort_reason"),
+    *("speaker", "opened_at", "abort_reason", "is_held"),
 )
 _COLUMNS = (
     ("added_ids", "<i4"),
@@ -126,7 +126,7 @@ def taken_up(
     turn = Turn(record.turn_id, record.handle, kept)
     turn.new_messages = [(recorded_key(message, policy), message) for message in record.messages]
     for name in _PLAIN_FACTS:
-        setattr(turn, name, record.facts[name])
+        setattr(turn, name, record.facts.get(name, getattr(turn, name)))
     for name in _LINKS:
         setattr(turn, name, known.get(record.facts[name]))
     turn.rendered_digest = bytes.fromhex(record.facts["rendered_digest"])

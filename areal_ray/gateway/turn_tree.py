@@ -77,6 +77,7 @@ class Turn:
         "has_end",
         "has_tools",
         "is_extension",
+        "is_held",
         "is_taken",
         "logprobs",
         "new_messages",
@@ -123,6 +124,8 @@ class Turn:
         self.num_prompt = 0
         self.is_extension = False
         """Whether the prompt begins with all ids of `base`, as its continuation."""
+        self.is_held = False
+        """Whether it was sampled under a grammar: then not by the policy alone."""
         self.rendered_length = 0
         """Characters of the prompt as the template wrote it."""
         self.rendered_digest = b""

@@ -44,6 +44,7 @@ class FleetSampler:
             ),
             seed=request.seed,
             prefix_key=request.prefix_key,
+            grammar=request.grammar,
         )
 
 

@@ -26,10 +26,12 @@ from areal_ray.gateway.door import Door, OpenDoor
 from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.server import GatewayServer
 from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_routes import make_sessions_app
 from areal_ray.gateway.sessions import SessionCounts, Sessions
+from areal_ray.gateway.structured import StructuredOutput
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.gateway.upstream import Upstreams
 from areal_ray.runtime.cluster import own_environment
@@ -37,7 +39,7 @@ from areal_ray.runtime.episode_dump import write_episodes
 from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.fleet_sampler import FleetSampler
 from areal_ray.runtime.garbage import collect_rarely
-from areal_ray.runtime.gateway_config import GatewayConfig, SessionTerms
+from areal_ray.runtime.gateway_config import EngineFacts, GatewayConfig, SessionTerms
 from areal_ray.runtime.gateway_notes import Note
 from areal_ray.runtime.ready_group import as_group, num_rewarded
 from areal_ray.runtime.reply_format import reply_format
@@ -100,8 +102,7 @@ class GatewayActor:
         key_hash: `gateway.keys.hash_key` of what clients have to send; empty = nothing. With
             sessions, of the admin key.
         terms: Of the sessions; None = it serves without, each call by itself.
-        context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the model
-            allows, as the engines read it.
+        engine: Of the replicas.
         model_name: What the model list shows.
     """
 
@@ -116,11 +117,10 @@ class GatewayActor:
         folder: str = "",
         terms: SessionTerms | None = None,
         key_hash: bytes = b"",
-        context_tokens: int = 0,
+        engine: EngineFacts = EngineFacts(),  # noqa: B008 (frozen)
         model_name: str = "policy",
     ) -> None:
-        self._name = name
-        self._config = config
+        self._name, self._config = name, config
         self._index = int(name.rpartition("-")[2])
         self._incarnation = uuid4().hex[:12]
         self._folder = Path(folder)
@@ -135,7 +135,7 @@ class GatewayActor:
         self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
         limits = CallLimits(
             sampling.max_new_tokens,
-            context_tokens or model_context_tokens(model_path),
+            engine.context_tokens or model_context_tokens(model_path),
             stop=sampling.stop,
         )
         sampler = FleetSampler(self._rollouts, sampling)
@@ -151,6 +151,7 @@ class GatewayActor:
         self._service = Service(
             answers=Answers(template, reader, sampler, limits=limits),
             upstreams=_upstreams(config),
+            structured=_structured(template, reader, config, engine),
             door=door,
             model=model_name,
             created_s=int(time.time()),
@@ -300,6 +301,13 @@ class GatewayActor:
         return {
             name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()
         }
+
+
+def _structured(
+    template: ChatTemplate, reader: ReplyFormat, config: GatewayConfig, engine: EngineFacts
+) -> StructuredOutput:
+    mode, why_not = config.structured_output, engine.why_unconstrained
+    return StructuredOutput(template, reader, mode=mode, why_not=why_not)
 
 
 def _policy(config: GatewayConfig) -> RecordPolicy:

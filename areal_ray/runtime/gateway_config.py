@@ -36,6 +36,10 @@ class GatewayConfig(Config):
     """What becomes of the other answers where a client asked for several and went on from one."""
     aborted: Literal["drop", "train"] = "drop"
     """What becomes of turns whose client left before their end."""
+    structured_output: Literal["auto", "on", "off"] = "auto"
+    """Whether replies are held to what a call asks for: a JSON schema, a tool call, strict tools.
+    auto: where nothing trains on them (kind inference). on: in sessions that train too; such a
+    turn is context for later ones and carries no loss itself. off: that is read and passed over."""
     turn_timeout_s: float = Field(600.0, gt=0.0)
     """Longest wait for one turn, restarts of rollout replicas included."""
     max_body_bytes: int = Field(32 * 2**20, ge=2**10)
@@ -65,3 +69,14 @@ class SessionTerms:
     """Sessions with a reward below which a group is rejected."""
     has_reward_function: bool
     """Sessions without a reward are scored by the run; then none is rejected for lack of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a gateway has to know of the engines behind it."""
+
+    context_tokens: int = 0
+    """Prompt and sampled tokens that one holds at most; 0 = what the model allows, as they read
+    it."""
+    why_unconstrained: str = ""
+    """Why they hold no reply to a grammar; empty if they can."""

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
-from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError
+from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError, RequestRefused
 from areal_ray.runtime.fleet import explained, reason_of_death
 from areal_ray.runtime.pending_turn import PendingTurn
 from areal_ray.runtime.replica_choice import ReplicaChoice
@@ -99,7 +99,7 @@ class RolloutClient:
 
         Raises:
             DeadlineExceeded: No result within `deadline_s`; names the replica.
-            EngineError: The engine refused the request.
+            EngineError: The engine failed at it, or cannot serve it as it is asked.
             ActorLost: Replicas kept dying under it.
         """
         pending = self._begin(request)
@@ -119,7 +119,7 @@ class RolloutClient:
 
         Raises:
             DeadlineExceeded: No end within `deadline_s`; names the replica.
-            EngineError: The engine refused the request.
+            EngineError: The engine failed at it, or cannot serve it as it is asked.
             ActorLost: Replicas kept dying under it, or the turn cannot be continued.
         """
         turn = StreamedTurn(request)
@@ -314,5 +314,6 @@ def _overdue(lanes: Sequence[_Lane], request_id: str, deadline_s: float) -> str:
 def _sound(result: GenerationResult) -> GenerationResult:
     """The result, or its error raised."""
     if result.error:
-        raise EngineError(f"turn {result.request_id}: {result.error}")
+        kind = RequestRefused if result.is_refused else EngineError
+        raise kind(f"turn {result.request_id}: {result.error}")
     return result

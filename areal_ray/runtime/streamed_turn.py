@@ -60,6 +60,8 @@ class StreamedTurn:
         sampling = self.request.sampling
         if not self._num_come:
             return ""
+        if self.request.grammar:
+            return "grammar, whose beginning was streamed already"
         if sampling.stop:
             return "stop texts, which may begin in what was streamed already"
         if sampling.presence_penalty or sampling.frequency_penalty:

@@ -40,6 +40,7 @@ class RequestBatch(list[GenerationRequest]):
             [request.seed for request in self],
             [request.prefix_key for request in self],
             [request.is_streamed for request in self],
+            [request.grammar for request in self],
         )
 
 
@@ -56,6 +57,7 @@ class ResultBatch(list[GenerationResult]):
             _joined([result.versions for result in self], np.int32)[0],
             [str(result.stop_reason) for result in self],
             [result.error for result in self],
+            [result.is_refused for result in self],
         )
 
 
@@ -89,12 +91,12 @@ def _requests(
     samplings: tuple[list[SamplingConfig], list[int]],
     seeds: Column,
     keys: Column,
-    streamed: Column,
+    *further: Column,
 ) -> list[GenerationRequest]:
     prompts = _cut(tokens, np.int32, lengths)
     kinds, kind_of = samplings
     each = [kinds[number] for number in kind_of]
-    return RequestBatch(map(GenerationRequest, ids, prompts, each, seeds, keys, streamed))
+    return RequestBatch(map(GenerationRequest, ids, prompts, each, seeds, keys, *further))
 
 
 def _results(
@@ -104,7 +106,7 @@ def _results(
     logprobs: bytes,
     versions: bytes,
     reasons: Column,
-    errors: Column,
+    *errors: Column,
 ) -> list[GenerationResult]:
     return ResultBatch(
         map(
@@ -114,7 +116,7 @@ def _results(
             _cut(logprobs, np.float32, lengths),
             _cut(versions, np.int32, lengths),
             map(StopReason, reasons),
-            errors,
+            *errors,
         )
     )
 

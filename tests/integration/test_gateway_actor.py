@@ -12,7 +12,7 @@ import pytest
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 from areal_ray.gateway.keys import hash_key
-from areal_ray.runtime.gateway_config import GatewayConfig
+from areal_ray.runtime.gateway_config import EngineFacts, GatewayConfig
 from areal_ray.runtime.rollout_config import RolloutConfig
 from tests.support.tiny_models import write_tiny_model
 from tests.support.whole_runs import until
@@ -49,7 +49,7 @@ class Stage:
                 replicas={"rollout-0": self.rollout},
                 folder=str(folder),
                 key_hash=hash_key(KEY),
-                context_tokens=256,
+                engine=EngineFacts(context_tokens=256),
             )
         )
 

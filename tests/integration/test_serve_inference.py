@@ -83,6 +83,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.timeout(400)
+def _check_held_to_a_schema(client: openai.OpenAI) -> None:
+    wanted: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "strict": True, "schema": {"enum": ["yes", "no"]}},
+    }
+    replies = [
+        client.chat.completions.create(**ASKED, response_format=wanted, seed=seed).choices[0]
+        for seed in range(12)
+    ]
+    # Where the template knows reasoning, this model may think to its last token.
+    whole = [choice.message.content for choice in replies if choice.finish_reason == "stop"]
+    assert whole
+    assert set(whole) <= {'"yes"', '"no"'}
+    wanted["json_schema"]["schema"] = {"type": "array", "uniqueItems": True}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        client.chat.completions.create(**ASKED, response_format=wanted)
+
+
 def test_both_sdks_are_answered_until_ctrl_c(served):
     url, key = served.told("gateway"), served.told("api key")
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
@@ -99,6 +117,7 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
         cold = {ask(**ASKED, temperature=0, seed=s).choices[0].message.content for s in range(3)}
         assert cold == {plain.choices[0].message.content}
         assert client.models.list().data[0].id == str(served.fileroot / "model")
+        _check_held_to_a_schema(client)
     with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as other:
         with other.messages.stream(**ASKED, extra_body={"temperature": 0}) as stream:
             pieces = list(stream.text_stream)

@@ -42,6 +42,10 @@ class TestSglangEngine(EngineConformance):
         "sglang",
         _made,
         lacks={
+            "a_grammar_holds_the_text_and_leaves_the_recorded_logprobs_those_of_the_policy": (
+                "an SGLang server that takes token ids constrains nothing"
+            ),
+            "a_grammar_that_cannot_be_kept_refuses_its_turn_and_no_other": "any is refused",
             "half_precision_is_near_and_reported": "the scripted server computes in float32 alone",
         },
         keeps_draws=False,

@@ -11,6 +11,7 @@ the reason, and its checks are skipped with it.
 """
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,11 @@ MAX_RUNNING = 24
 END_OF_TURN = 2
 _STILL_S = 1.5
 """How long processor time is watched at a time."""
+_X_OR_YY = (
+    'start: %json {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"],'
+    ' "additionalProperties": false, "x-guidance": {"whitespace_flexible": false}}'
+)
+"""Grammar of an object whose one key has one of two values."""
 _ORDINARY = (3, 384)
 """Ids of tokens without a special meaning: the first, and one past the last."""
 
@@ -272,6 +278,38 @@ class EngineConformance:
             results, trainer_logprobs(bench.folder, turns, results), strict=True
         ):
             np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-4)
+
+    def test_a_grammar_holds_the_text_and_leaves_the_recorded_logprobs_those_of_the_policy(
+        self, bench: Bench
+    ) -> None:
+        ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}]
+        turns = [
+            replace(bench.ask(prompt_of(i, 12), seed=i, **way), grammar=_X_OR_YY)
+            for i, way in enumerate(ways * 3)
+        ]
+        results = bench.run([*turns, bench.ask(prompt_of(9, 12), max_new_tokens=40)])[:-1]
+        tokenizer = tiny_tokenizer()
+        for result in results:
+            assert result.error == ""
+            assert result.stop_reason is StopReason.STOP
+            text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
+            assert json.loads(text)["a"] in ("x", "yy")
+        for result, logprobs in zip(
+            results, trainer_logprobs(bench.folder, turns, results), strict=True
+        ):
+            np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-4)
+
+    def test_a_grammar_that_cannot_be_kept_refuses_its_turn_and_no_other(
+        self, bench: Bench
+    ) -> None:
+        unkept = 'start: %json {"type": "array", "uniqueItems": true}'
+        bad = replace(bench.ask(prompt_of(1, 5)), grammar=unkept)
+        good = bench.ask(prompt_of(2, 5), max_new_tokens=5)
+        bench.engine.submit([bad, good])
+        refused, other = bench.served.wait(bad.request_id, good.request_id)
+        assert "uniqueItems" in refused.error
+        assert refused.is_refused
+        assert_whole(other)
 
     def test_filters_keep_to_the_likely_tokens(self, bench: Bench) -> None:
         turns = [bench.ask(prompt_of(i, 12), seed=i, top_k=1, max_new_tokens=20) for i in range(3)]

@@ -20,6 +20,7 @@ from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.reply_store import ReplyStore
 from areal_ray.gateway.server import GatewayServer
+from areal_ray.gateway.structured import Mode, StructuredOutput
 from areal_ray.gateway.template import ChatTemplate
 from tests.support.scripted_sampler import Said, ScriptedSampler
 from tests.support.tiny_models import tiny_tokenizer
@@ -72,7 +73,8 @@ class KeptDoor:
 class Gateway:
     """What a test holds of a gateway."""
 
-    sampler: ScriptedSampler
+    sampler: Any
+    """Usually a `ScriptedSampler`."""
     door: KeptDoor
     service: Service
     url: str = ""
@@ -103,12 +105,15 @@ def make_gateway(
     edge: EdgeLimits | None = None,
     is_trained: bool = False,
     replies: ReplyStore | None = None,
+    sampler: Any = None,
+    structured_output: Mode = "off",
+    why_unconstrained: str = "",
 ) -> Gateway:
-    """A gateway that listens nowhere yet."""
+    """A gateway that listens nowhere yet; with `sampler` in place of a script."""
     tokenizer = tokenizer or tiny_tokenizer()
     template = ChatTemplate(tokenizer, chat_template)
     reply_format = ReplyFormat(template)
-    sampler = ScriptedSampler(tokenizer, script)
+    sampler = sampler or ScriptedSampler(tokenizer, script)
     door = KeptDoor(template, reply_format, is_trained)
     answers = Answers(template, reply_format, sampler, limits=limits or CallLimits(64, 1024))
     service = Service(
@@ -116,6 +121,9 @@ def make_gateway(
         door=door,
         limits=edge or EdgeLimits(),
         replies=ReplyStore() if replies is None else replies,
+        structured=StructuredOutput(
+            template, reply_format, mode=structured_output, why_not=why_unconstrained
+        ),
     )
     return Gateway(sampler, door, service)
 

@@ -27,6 +27,7 @@ _REQUESTS = st.lists(
         seed=st.integers(0, 2**63 - 1),
         prefix_key=st.text(max_size=3),
         is_streamed=st.booleans(),
+        grammar=st.text(max_size=3),
     ),
     max_size=6,
 )
@@ -43,6 +44,7 @@ def _results(draw: st.DrawFn) -> GenerationResult:
         versions=np.arange(len(ids), dtype=np.int32),
         stop_reason=draw(st.sampled_from(StopReason)),
         error=draw(st.text(max_size=3)),
+        is_refused=draw(st.booleans()),
     )
 
 
