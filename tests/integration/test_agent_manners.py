@@ -1,12 +1,16 @@
 """Sessions in the manners of coding agents over a socket, in the shapes that were seen of them."""
 
 import asyncio
+import json
+import signal
+import sys
 from typing import Any
 
 import aiohttp
 import pytest
 
 from areal_ray.gateway.record_policy import CallLabel
+from areal_ray.gateway.turn_matching import BROKEN_OFF
 from tests.support.gateway import Answered, Gateway, ask
 from tests.support.request_bodies import ANTHROPIC_ADD, DIALECTS, SCHEMA, Spoken
 from tests.support.scripted_sampler import Said
@@ -17,6 +21,7 @@ ADDS = '<tool_call>{"name": "add", "arguments": {"a" :  1}}</tool_call>'
 SEES = '<tool_call>{"name": "add", "arguments": {"a" :  2}}</tool_call>'
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 FINAL = Said("\n 3  \n")
+LONG = "and so on " * 400
 TASK = "Count the lines."
 TEXTS = ("one", "two")
 TITLE = [{"type": "text", "text": "You are naming a coding session. Say a title."}]
@@ -146,3 +151,75 @@ def test_claude_codes_title_main_line_sub_agent_and_compaction_under_one_key_are
         return Said(f"{THOUGHT}It is {len(text)}.")
 
     run(script, test, chat_template=SHOWS_ALL)
+
+
+STREAMS = """
+import json, sys, urllib.request
+body = json.loads(sys.argv[2])
+request = urllib.request.Request(sys.argv[1], json.dumps(body).encode(), {"x-api-key": "key"})
+for line in urllib.request.urlopen(request):
+    print(line.decode().strip(), flush=True)
+"""
+"""A client in a process of its own."""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("spoken", DIALECTS.values(), ids=DIALECTS)
+def test_an_agent_killed_in_mid_stream_leaves_an_aborted_turn_with_the_tokens_so_far(spoken, how):
+    async def test(gateway: Gateway) -> None:
+        body = json.dumps({**spoken.start, "stream": True})
+        agent = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", STREAMS, gateway.url + spoken.path, body),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert agent.stdout is not None
+        num_deltas = 0
+        while num_deltas < 5:
+            num_deltas += b"delta" in await agent.stdout.readline()
+        agent.send_signal(how)
+        await agent.wait()
+        await gateway.until_idle()
+        (request,) = gateway.sampler.requests
+        assert gateway.sampler.aborted == [request.request_id]
+        assert gateway.service.counts.num_gone == 1
+        (turn,) = gateway.recorder.outline()
+        assert turn.abort_reason
+        kept = gateway.recorder.turn_record(turn.turn_id).token_ids.tolist()
+        whole = gateway.sampler.tokenizer.encode(LONG, add_special_tokens=False)
+        assert 0 < len(kept) < len(whole)
+        assert kept == whole[: len(kept)]
+        (line,) = gateway.recorder.trajectories(task_id="t", group_id="g", episode_id="e")
+        assert not line.loss_mask.any()
+
+    run([Said(LONG, pause_s=0.02, hangs=True)], test)
+
+
+@pytest.mark.parametrize("partial", ["", "and so"])
+@pytest.mark.parametrize("spoken", DIALECTS.values(), ids=DIALECTS)
+def test_an_answer_that_was_cut_and_is_to_go_on_is_another_branch(spoken, partial):
+    """As Claude Code, hermes and Codex go on: with what came through, or nothing of it."""
+
+    async def test(gateway: Gateway) -> None:
+        cut = await ask(gateway, {**spoken.start, "stream": True}, path=spoken.path)
+        assert cut.status == 200
+        assert "replica 3 died" in cut.text
+        goes_on = {"role": "user", "content": "Continue."}
+        history = [
+            *spoken.start[spoken.history],
+            {"role": "assistant", "content": partial},
+            goes_on,
+        ]
+        body = {**spoken.start, spoken.history: history}
+        first = await ask(gateway, body, path=spoken.path)
+        more = [*history, *spoken.turn(first.json()), goes_on]
+        await ask(gateway, {**body, spoken.history: more}, path=spoken.path)
+        assert gateway.recorder.splits == {BROKEN_OFF: 1}
+        assert gateway.recorder.left_out == {"aborted": 1}
+        (line,) = gateway.recorder.trajectories(task_id="t", group_id="g", episode_id="e")
+        answers = [turn.token_ids.tolist() for turn in gateway.sampler.sampled.values()]
+        assert line.token_ids[line.loss_mask].tolist() == [*answers[0], *answers[1]]
+        seen = prompt_text(gateway)
+        assert seen.count("and so on") == 0
+
+    run([Said("and so on", error="replica 3 died"), Said("well"), FINAL], test)

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from areal_ray.core.turn import TurnRequest
+from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import CallLabel
 from areal_ray.gateway.turn_matching import REASONING_DROPPED
 from tests.support.coding_agents import (
+    CODEX_IDLE_S,
     TASK,
     Pointing,
     Traffic,
@@ -151,6 +153,33 @@ def test_a_coding_agent_becomes_a_main_line_and_a_sub_agents_line_of_what_was_sa
     models = [answer for answer in traffic.statuses if not answer[1].startswith("/rl/")]
     assert {status for _, _, status, _ in traffic.statuses} == {200}, traffic.statuses
     assert {kind for *_, kind in models} == {"text/event-stream; charset=utf-8"}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["claude-code", "codex", "opencode-chat"])
+def test_a_first_token_that_takes_its_time_is_waited_for_and_sampled_once(
+    tmp_path: Path, name: str
+) -> None:
+    habits, traffic = AGENTS[name], Traffic()
+    program = program_of(habits.variable)
+
+    def late(request: TurnRequest) -> Said:
+        is_title = "You are a title generator" in TOKENIZER.decode(request.prompt_ids)
+        return Said("3", pause_s=0.0 if is_title else 2.5 * CODEX_IDLE_S, chunk_tokens=99)
+
+    async def go() -> None:
+        edge = EdgeLimits(keep_alive_s=CODEX_IDLE_S / 4)
+        async with serving_agents(tmp_path / "journal", late, traffic.watch, edge) as replica:
+            replica.sessions.open_slot()
+            _, told, _ = await replica.rl("/rl/start_session", task_id="t")
+            code, said = await asyncio.to_thread(
+                play, habits.pointing, program, replica.url, told["api_key"], tmp_path
+            )
+            assert code == 0, said
+            assert len(replica.sampler.sampled) == 1 + len(habits.labels)
+            assert not replica.sampler.aborted
+
+    asyncio.run(go())
 
 
 def in_order(line: str) -> None:

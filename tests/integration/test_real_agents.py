@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
+from areal_ray import launch
 from areal_ray.core.turn import TurnRequest
+from areal_ray.run_listing import read_lineage
+from areal_ray.telemetry.rows import read_rows
+from areal_ray.telemetry.sinks import METRICS_FILE
 from recipes.calculator.tasks import train
+from tests.support.online import program_at, sessions_trained
 from tests.support.real_agents import (
+    AGENT_PYTHON,
     needs_agent,
+    output_of,
     play,
     sampled_by_call,
     serving_agents,
@@ -20,6 +27,7 @@ from tests.support.real_agents import (
 )
 from tests.support.scripted_sampler import Said
 from tests.support.tiny_models import tiny_tokenizer
+from tests.support.whole_runs import ROOT, Runs, episodes_of
 
 ADDS = Said('I will add.<tool_call>{"name": "add", "arguments": {"a" :  17, "b": 25}}</tool_call>')
 HANDS_OVER = Said('<tool_call>{"name": "transfer_to_accountant", "arguments": {}}</tool_call>')
@@ -45,7 +53,7 @@ def played(folder: Path, program: str, script: Any, *options: str) -> tuple[Any,
     ("program", "package", "script"),
     [
         ("langgraph_agent", "langgraph", [ADDS, Said("42"), ADDS, Said("41")]),
-        ("hermes_agent", "hermes_cli", [COUNTS, Said("3"), COUNTS, Said("4")]),
+        ("hermes_agent", "hermes_cli", [COUNTS, Said("3"), COUNTS, Said("none")]),
     ],
 )
 def test_an_agent_with_tools_becomes_one_line_of_what_was_sampled(
@@ -55,9 +63,45 @@ def test_an_agent_with_tools_becomes_one_line_of_what_was_sampled(
     group, replica = played(tmp_path, program, script)
     calls = sampled_by_call(replica)
     assert len(calls) == len(script)
-    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+    good, bad = [t.reward for t in group.trajectories]
+    assert good == 1.0
+    assert 0.0 <= bad < 0.1
     assert trained_ids(group.trajectories) == [calls[0] + calls[1], calls[2] + calls[3]]
     assert not group.splits
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+def test_what_hermes_does_is_trained_on_and_lineage_names_its_sessions(runs: Runs) -> None:
+    """By a model that writes nonsense: what it wrote in hermes' own calls is what trains."""
+    needs_agent("hermes_cli")
+    handle = launch(
+        ROOT / "recipes/online/hermes.yaml",
+        [
+            f"cluster.fileroot={runs.folder}",
+            "steps=1",
+            "telemetry={console: 'off', dump_every_steps: 1, dump_groups: 1}",
+        ],
+    )
+    log = runs.folder / "hermes"
+    options = ("--groups", "1", "--toolsets", "terminal")
+    with program_at(handle, log, "hermes_agent", *options, python=AGENT_PYTHON):
+        summary = handle.wait(800)
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", 1, 1)
+    taken = sessions_trained(handle.folder)
+    assert len(set(taken)) == len(taken) == 2
+    shaped = read_lineage(handle.folder, 1).record
+    assert list(shaped.sessions) == taken
+    (group,) = shaped.groups
+    assert all(0.0 <= reward <= 1.0 for reward in group.rewards)
+    (row,) = [r for r in read_rows(handle.folder / METRICS_FILE) if r["kind"] == "step"]
+    episodes = episodes_of(handle.folder)
+    assert len(episodes) >= 2
+    sampled = sum(token["mask"] for episode in episodes for token in episode["tokens"])
+    assert row["learner/trained_tokens"] == sampled > 0
+    for episode in episodes:
+        prompt = "".join(token["text"] for token in episode["tokens"] if not token["mask"])
+        assert "Count the lines of notes.txt" in prompt
 
 
 def test_a_hand_off_is_a_second_line_of_the_same_session_and_all_of_it_trains(tmp_path):
@@ -91,3 +135,37 @@ def test_an_agent_of_anthropics_sdk_is_recorded_and_rewarded_as_it_played(tmp_pa
     assert trained_ids(group.trajectories) == expected
     reward = float("+" in task.fields["expression"])
     assert [t.reward for t in group.trajectories] == [reward] * 8
+
+
+@pytest.mark.parametrize("stream", ["", "stream"])
+@pytest.mark.parametrize(
+    ("client", "package"),
+    [
+        ("smolagents", "smolagents"),
+        ("pydantic_ai_chat", "pydantic_ai"),
+        ("pydantic_ai_responses", "pydantic_ai"),
+        ("pydantic_ai_messages", "pydantic_ai"),
+        ("litellm_chat", "litellm"),
+        ("litellm_messages", "litellm"),
+    ],
+)
+def test_clients_that_stumble_over_missing_fields_come_to_their_answer(
+    tmp_path, client, package, stream
+):
+    needs_agent(package)
+    final = '<tool_call>{"name": "final_answer", "arguments": {"answer": "42"}}</tool_call>'
+    script = [ADDS, Said(final if client == "smolagents" else "42")]
+
+    async def go() -> tuple[str, Any]:
+        async with serving_agents(tmp_path, script) as replica:
+            replica.sessions.open_slot()
+            _, told, _ = await replica.rl("/rl/start_session", task_id="t")
+            program = str(ROOT / "tests/support/strict_clients.py")
+            asked = [client, replica.url, told["api_key"], *filter(None, [stream])]
+            return await output_of(program, *asked), replica
+
+    said, replica = asyncio.run(go())
+    assert said.splitlines()[-1] == "ANSWER 42"
+    assert len(replica.sampler.requests) == 2
+    counts = replica.service.counts
+    assert counts.num_refused == counts.num_failed == counts.num_gone == 0

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 TASK = "Count the lines of notes.txt with a command. Say the number alone."
+CODEX_IDLE_S = 6
+"""Longest silence of a stream before Codex begins anew; comments do not count."""
 _CLOSED = "http://127.0.0.1:9"
 
 
@@ -54,6 +56,7 @@ def codex(program: str, url: str, key: str, home: Path) -> Pointed:
         base_url = "{url}/v1"
         env_key = "AREAL_RAY_KEY"
         wire_api = "responses"
+        stream_idle_timeout_ms = {CODEX_IDLE_S * 1000}
         [analytics]
         enabled = false
     """

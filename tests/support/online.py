@@ -18,13 +18,14 @@ RECIPE = ROOT / "recipes/online/calculator.yaml"
 
 @contextmanager
 def program_at(
-    handle: Any, log: Path, program: str, *options: str
+    handle: Any, log: Path, program: str, *options: str, python: str = sys.executable
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A program of `recipes/online` at the gateway of a run; what it complains of goes beside
     `log`."""
-    access = handle.wait_for_gateway(PATIENCE_S)
-    command = [sys.executable, "-m", f"recipes.online.{program}", access.url, *options]
-    environment = {**os.environ, "AREAL_RAY_ADMIN_KEY": access.admin_key}
+    access = handle.wait_for_gateway(2 * PATIENCE_S)  # the warm-up, too, may have to be run
+    command = [python, "-m", f"recipes.online.{program}", access.url, *options]
+    path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "AREAL_RAY_ADMIN_KEY": access.admin_key, "PATH": path}
     with log.with_suffix(".err").open("ab") as complaints:
         running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=complaints)
     try:

@@ -17,6 +17,7 @@ from areal_ray.core.trajectory import Trajectory
 from areal_ray.gateway import keys
 from areal_ray.gateway.answer import Answers, CallLimits
 from areal_ray.gateway.app import Service
+from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
@@ -48,7 +49,10 @@ def needs_agent(package: str) -> None:
 
 @asynccontextmanager
 async def serving_agents(
-    folder: Path, script: Script, watch: Callable[[Any], Any] = lambda app: app
+    folder: Path,
+    script: Script,
+    watch: Callable[[Any], Any] = lambda app: app,
+    edge: EdgeLimits | None = None,
 ) -> AsyncGenerator[Replica, None]:
     """A gateway with sessions and a long context, whose template writes tools and calls.
 
@@ -65,7 +69,7 @@ async def serving_agents(
         admin_key_hash=keys.hash_key(ADMIN_KEY),
     )
     answers = Answers(template, reply_format, sampler, limits=CallLimits(512, 2**18))
-    service = Service(answers=answers, door=sessions)
+    service = Service(answers=answers, door=sessions, limits=edge or EdgeLimits())
     app = make_sessions_app(service, sessions, time.time)
     replica = Replica(sessions, sampler, service, GatewayServer(watch(app), grace_s=2.0), app)
     replica.url = await replica.server.start()
@@ -79,24 +83,35 @@ async def serving_agents(
 async def play(replica: Replica, program: str, *options: str) -> str:
     """Run a program of `recipes/online` to its end; what it complained of."""
     replica.sessions.open_slot()
+    _, complaints = await _ended("-m", f"recipes.online.{program}", replica.url, *options)
+    return complaints
+
+
+async def output_of(program: str, *options: str) -> str:
+    """What a program says that runs with the agents' packages."""
+    said, _ = await _ended(program, *options)
+    return said
+
+
+async def _ended(*command: str) -> tuple[str, str]:
+    """What a program of the agents' interpreter wrote to its end; fails if it does."""
     path = os.pathsep.join([str(Path(AGENT_PYTHON).parent), os.environ.get("PATH", "")])
     agent = await asyncio.create_subprocess_exec(
-        *(AGENT_PYTHON, "-m", f"recipes.online.{program}", replica.url, *options),
+        *(AGENT_PYTHON, *command),
         cwd=ROOT,
         env={**os.environ, "AREAL_RAY_ADMIN_KEY": ADMIN_KEY, "PATH": path},
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            _, complaints = await agent.communicate()
+            said, complaints = await agent.communicate()
     finally:
         if agent.returncode is None:
             agent.kill()
             await agent.wait()
-    told = complaints.decode()
-    assert agent.returncode == 0, told
-    return told
+    assert agent.returncode == 0, complaints.decode()
+    return said.decode(), complaints.decode()
 
 
 def trained_ids(lines: list[Trajectory]) -> list[list[int]]:
