@@ -1,6 +1,7 @@
 """A streamed turn reaches its consumer whole and in order, whatever becomes of its replica."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,22 +130,19 @@ def test_a_turn_that_had_come_whole_needs_no_other_replica():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "why"),
+    ("sent", "why"),
     [
-        ({"stop": ("xy",)}, "for its stop texts"),
-        ({"frequency_penalty": 1.0}, "for its penalties"),
+        (request(stop=("xy",)), "for its stop texts"),
+        (request(frequency_penalty=1.0), "for its penalties"),
+        (replace(request(), grammar='start: "ab"'), "for its grammar"),
     ],
 )
-def test_what_looks_back_at_the_turn_cannot_go_on_elsewhere(sampling, why):
-    parts = streamed(
-        ScriptedReplica([chunk(0, 2)], LOST), ScriptedReplica(), sent=request(**sampling)
-    )
+def test_what_looks_back_at_the_turn_cannot_go_on_elsewhere(sent, why):
+    parts = streamed(ScriptedReplica([chunk(0, 2)], LOST), ScriptedReplica(), sent=sent)
     assert sampled(parts) == [0, 1]
     assert isinstance(parts[-1], ActorLost)
     assert f"turn t was streamed in part and cannot go on elsewhere, {why}" in str(parts[-1])
-    fresh = streamed(
-        ScriptedReplica(LOST), ScriptedReplica([result(0, 8)]), sent=request(**sampling)
-    )
+    fresh = streamed(ScriptedReplica(LOST), ScriptedReplica([result(0, 8)]), sent=sent)
     assert sampled(fresh) == list(range(8))
 
 
