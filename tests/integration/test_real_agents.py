@@ -119,6 +119,7 @@ def test_a_hand_off_is_a_second_line_of_the_same_session_and_all_of_it_trains(tm
 
 def test_an_agent_of_anthropics_sdk_is_recorded_and_rewarded_as_it_played(tmp_path):
     needs_agent("anthropic")
+    needs_agent("numpy")  # the program uses parts of areal_ray
     tokenizer = tiny_tokenizer()
 
     def adds_always(request: TurnRequest) -> Said:

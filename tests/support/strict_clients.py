@@ -29,19 +29,14 @@ def smolagents(url: str, key: str, stream: bool) -> Any:
 
 
 def _pydantic_ai(model: Any, stream: bool) -> Any:
-    import asyncio
-
     from pydantic_ai import Agent
 
+    async def look(_: Any, events: Any) -> None:
+        async for _event in events:
+            pass
+
     agent = Agent(model, tools=[add])
-    if not stream:
-        return agent.run_sync(QUESTION).output
-
-    async def go() -> Any:
-        async with agent.run_stream(QUESTION) as run:
-            return await run.get_output()
-
-    return asyncio.run(go())
+    return agent.run_sync(QUESTION, event_stream_handler=look if stream else None).output
 
 
 def pydantic_ai_chat(url: str, key: str, stream: bool) -> Any:
