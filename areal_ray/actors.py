@@ -6,7 +6,7 @@ wait_until_loaded waits for each actor; bounded by deadlines.start_s, naming who
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -22,19 +22,21 @@ from areal_ray.errors import DeadlineExceeded
 from areal_ray.recipe import Recipe
 from areal_ray.runtime.agent_actor import AgentActor
 from areal_ray.runtime.cluster import Connection
-from areal_ray.runtime.elastic import ElasticFleet
+from areal_ray.runtime.elastic import ElasticFleet, ElasticFleets, Introductions
 from areal_ray.runtime.fleet import Fleet, Seat, call, spawn, unheard
-from areal_ray.runtime.gateway_config import EngineFacts, GatewayConfig, SessionTerms
+from areal_ray.runtime.gateway_config import EngineFacts, SessionTerms
 from areal_ray.runtime.learner_actor import LearnerActor, LearnerSetup
 from areal_ray.runtime.param_sync_actor import ParamSyncActor
 from areal_ray.runtime.placement import (
     GATEWAY,
     PARAM_SYNC,
+    Bundle,
     Layout,
     Reservation,
     plan_layout,
     reserve,
 )
+from areal_ray.runtime.replica_list import forget_replicas, write_replicas
 from areal_ray.runtime.reward_actor import RewardActor
 from areal_ray.runtime.rollout_actor import RolloutActor
 from areal_ray.runtime.weight_files import VERSIONS_FOLDER, prepare_folder
@@ -97,7 +99,9 @@ class ActorGraph:
             check=check,
         )
         self._fleets: list[Fleet] = []
-        self._elastic: list[ElasticFleet] = []
+        self._lists: list[str] = []
+        self.elastic: ElasticFleets | None = None
+        """What can be scaled, once it is known; its placement groups end with the graph."""
         self._token = uuid4().hex[:6]
 
     # Fleets: spawned at once, loading side by side
@@ -115,29 +119,42 @@ class ActorGraph:
     def _spawn(self, cls: type, name: str, seat: Seat, arguments: dict[str, Any]) -> Any:
         return spawn(
             cls,
-            name=self._spawned_name(name),
+            name=self.spawned_name(name),
             seat=seat,
             restarts=0 if cls in (LearnerActor, ParamSyncActor) else -1,
             max_concurrency=_MANY_CALLS,
             arguments=arguments,
         )
 
-    def _elastic_fleet(
-        self, fleet: Fleet, cls: type, arguments: Callable[[str], dict[str, Any]]
+    def elastic_fleet(
+        self,
+        fleet: Fleet,
+        cls: type,
+        arguments: Callable[[str], dict[str, Any]],
+        *,
+        bundles: Callable[[str], tuple[Bundle, ...]],
+        introductions: Introductions | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> ElasticFleet:
         """The fleet as one that can grow by further actors of its class."""
-        made = ElasticFleet(
+        return ElasticFleet(
             fleet,
             self._reservation.seats(fleet.role),
             lambda name, seat: self._spawn(cls, name, seat, arguments(name)),
-            self.recipe.deadlines,
+            bundles=bundles,
+            start_s=self.recipe.deadlines.start_s,
+            introductions=introductions,
+            tell=tell,
         )
-        self._elastic.append(made)
-        return made
 
-    def _spawned_name(self, name: str) -> str:
-        # Two runs of one name may share a cluster, in folders of their own.
+    def spawned_name(self, name: str) -> str:
+        """What Ray knows an actor by. Two runs of one name may share a cluster, in folders of
+        their own."""
         return f"{self.recipe.run_name}/{name}/{self._token}"
+
+    def replica_list(self, role: str) -> str:
+        """Key of the list of a role's replicas."""
+        return self.spawned_name(f"{role}-replicas")
 
     def param_sync(self) -> Any:
         """The weight-update service's one actor."""
@@ -157,88 +174,77 @@ class ActorGraph:
 
     def rollouts(self, role: str, *, pinned: bool = False) -> Fleet:
         """Rollout replicas; `pinned` ones do not catch up by themselves."""
-        return self._fleet(
-            role,
-            RolloutActor,
-            lambda index, name: {
-                "name": name,
-                "model_path": self.begin.model_path,
-                "config": self.recipe.rollout,
-                "version": self.begin.version,
-                "lora": _lora_setup(self.recipe, self.begin),
-                "sync": self._spawned_name(PARAM_SYNC) if self.recipe.parts.trains else "",
-                "pinned": pinned,
-            },
+        fleet = self._fleet(
+            role, RolloutActor, lambda index, name: self.rollout_arguments(name, pinned=pinned)
         )
+        key = self.replica_list(role)
+        write_replicas(key, {name: self.spawned_name(name) for name in fleet.names()})
+        self._lists.append(key)
+        return fleet
+
+    def rollout_arguments(self, name: str, *, pinned: bool = False) -> dict[str, Any]:
+        """Of a rollout actor's constructor."""
+        return {
+            "name": name,
+            "model_path": self.begin.model_path,
+            "config": self.recipe.rollout,
+            "version": self.begin.version,
+            "lora": _lora_setup(self.recipe, self.begin),
+            "sync": self.spawned_name(PARAM_SYNC) if self.recipe.parts.trains else "",
+            "pinned": pinned,
+        }
 
     def agents(self, role: str, rollouts: Fleet, sampling: SamplingConfig) -> Fleet:
         """Agent actors that sample from `rollouts`."""
-        make = self._agent_arguments(rollouts, sampling)
+        make = self.agent_arguments(rollouts, sampling)
         return self._fleet(role, AgentActor, lambda index, name: make(name))
 
-    def gateways(
-        self,
-        rollouts: Fleet,
-        config: GatewayConfig,
-        sampling: SamplingConfig,
-        *,
-        key_hash: bytes = b"",
-        terms: SessionTerms | None = None,
-    ) -> Fleet:
-        """Gateways in front of `rollouts`, for whoever has the key of this hash; with `terms` for
-        sessions that train."""
+    def gateways(self, arguments: Callable[[str], dict[str, Any]]) -> Fleet:
+        """Gateways, made by `gateway_arguments`."""
         from areal_ray.runtime.gateway_actor import GatewayActor  # needs the extra `gateway`
 
-        engine = self.recipe.rollout.engine
-        return self._fleet(
-            GATEWAY,
-            GatewayActor,
-            lambda index, name: {
-                "name": name,
-                "model_path": self.begin.model_path,
-                "config": config,
-                "sampling": sampling,
-                "replicas": {short: self._spawned_name(short) for short in rollouts.names()},
-                "folder": self.journal,
-                "key_hash": key_hash,
-                "terms": terms,
-                "model_name": self.recipe.served_name,
-                "engine": EngineFacts(engine.max_context_tokens, why_unconstrained(engine)),
-            },
-        )
+        return self._fleet(GATEWAY, GatewayActor, lambda index, name: arguments(name))
+
+    def gateway_arguments(
+        self, rollouts: Fleet, *, key_hash: bytes = b"", terms: SessionTerms | None = None
+    ) -> Callable[[str], dict[str, Any]]:
+        """Of the constructor of a gateway in front of `rollouts`, by its name: for whoever has the
+        key of this hash; with `terms` for sessions that train."""
+        recipe, engine = self.recipe, self.recipe.rollout.engine
+        return lambda name: {
+            "name": name,
+            "model_path": self.begin.model_path,
+            "config": recipe.gateway,
+            "sampling": recipe.rollout.sampling,
+            "replicas": self.replica_list(rollouts.role),
+            "folder": self.journal,
+            "key_hash": key_hash,
+            "terms": terms,
+            "model_name": recipe.served_name,
+            "engine": EngineFacts(engine.max_context_tokens, why_unconstrained(engine)),
+        }
 
     def rewards(self) -> Fleet:
         """Reward actors."""
-        return self._fleet("reward", RewardActor, lambda index, name: self._reward_arguments(name))
+        return self._fleet("reward", RewardActor, lambda index, name: self.reward_arguments(name))
 
-    def scalable(
-        self, agents: Fleet, rollouts: Fleet, rewards: Fleet | None
-    ) -> dict[str, ElasticFleet]:
-        """The fleets that may grow and shrink while a run trains, by role."""
-        fleets = {}
-        if not self.recipe.parts.serves:  # gateways keep their number: sessions are spread over it
-            make = self._agent_arguments(rollouts, self.recipe.rollout.sampling)
-            fleets[agents.role] = self._elastic_fleet(agents, AgentActor, make)
-        if rewards is not None:
-            fleets[rewards.role] = self._elastic_fleet(rewards, RewardActor, self._reward_arguments)
-        return fleets
-
-    def _agent_arguments(
+    def agent_arguments(
         self, rollouts: Fleet, sampling: SamplingConfig
     ) -> Callable[[str], dict[str, Any]]:
-        replicas = {short: self._spawned_name(short) for short in rollouts.names()}
+        """Of an agent actor's constructor, by its name."""
         return lambda name: {
             "name": name,
             "model_path": self.begin.model_path,
             "config": self.recipe.agent,
             "sampling": sampling,
-            "replicas": replicas,
+            "replicas": self.replica_list(rollouts.role),
             "context_tokens": self.recipe.rollout.engine.max_context_tokens,
             "search": self.roots,
             "run_folder": str(self.recipe.folder.resolve()),
         }
 
-    def _reward_arguments(self, name: str) -> dict[str, Any]:
+    def reward_arguments(self, name: str) -> dict[str, Any]:
+        """Of a reward actor's constructor."""
         return {
             "name": name,
             "config": self.recipe.scoring,
@@ -284,29 +290,7 @@ class ActorGraph:
         }
         if learners is not None:
             waits["learner"] = self._introduce(learners)
-        tasks = {name: unheard(wait) for name, wait in waits.items()}
-        began_s, limit_s = time.monotonic(), self.recipe.deadlines.start_s
-        try:
-            while late := [name for name, task in tasks.items() if not task.done()]:
-                passed_s = time.monotonic() - began_s
-                if passed_s >= limit_s:
-                    raise DeadlineExceeded(
-                        f"start: {', '.join(late)} did not load within deadlines.start_s = "
-                        f"{limit_s:g}. Raise it if the model is large"
-                    )
-                if passed_s >= _TOLD_EVERY_S:
-                    self._tell(f"{passed_s:.0f} s since the start: loading are {', '.join(late)}")
-                await asyncio.wait(
-                    [tasks[name] for name in late],
-                    timeout=min(_TOLD_EVERY_S, limit_s - passed_s),
-                    return_when=asyncio.FIRST_EXCEPTION,
-                )
-                for task in tasks.values():
-                    if task.done():
-                        task.result()  # raises what the actor raised
-        finally:
-            for task in tasks.values():
-                task.cancel()
+        await _all_loaded(waits, self.recipe.deadlines.start_s, self._tell)
 
     async def _introduce(self, learners: Fleet) -> None:
         names = learners.names()
@@ -317,9 +301,39 @@ class ActorGraph:
         """End every actor, the last started first, and give back what was reserved."""
         for fleet in reversed(self._fleets):
             fleet.kill()
-        for elastic in self._elastic:
-            elastic.release()
+        if self.elastic is not None:
+            self.elastic.release()
         self._reservation.release()
+        for key in self._lists:
+            forget_replicas(key)
+
+
+async def _all_loaded(
+    waits: Mapping[str, Awaitable[Any]], limit_s: float, tell: Callable[[str], None]
+) -> None:
+    tasks = {name: unheard(wait) for name, wait in waits.items()}
+    began_s = time.monotonic()
+    try:
+        while late := [name for name, task in tasks.items() if not task.done()]:
+            passed_s = time.monotonic() - began_s
+            if passed_s >= limit_s:
+                raise DeadlineExceeded(
+                    f"start: {', '.join(late)} did not load within deadlines.start_s = "
+                    f"{limit_s:g}. Raise it if the model is large"
+                )
+            if passed_s >= _TOLD_EVERY_S:
+                tell(f"{passed_s:.0f} s since the start: loading are {', '.join(late)}")
+            await asyncio.wait(
+                [tasks[name] for name in late],
+                timeout=min(_TOLD_EVERY_S, limit_s - passed_s),
+                return_when=asyncio.FIRST_EXCEPTION,
+            )
+            for task in tasks.values():
+                if task.done():
+                    task.result()  # raises what the actor raised
+    finally:
+        for task in tasks.values():
+            task.cancel()
 
 
 def _lora_setup(recipe: Recipe, begin: StartPoint) -> LoraSetup | None:

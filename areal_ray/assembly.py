@@ -30,6 +30,7 @@ from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, call
 from areal_ray.runtime.gateway_config import SessionTerms
+from areal_ray.runtime.gateway_list import GatewayList
 from areal_ray.runtime.placement import EVALUATION, EVALUATION_AGENT, PARAM_SYNC
 from areal_ray.runtime.saving import CheckpointService
 from areal_ray.runtime.services import (
@@ -41,7 +42,13 @@ from areal_ray.runtime.services import (
 )
 from areal_ray.runtime.session_service import SessionService
 from areal_ray.runtime.supervisor import Supervisor
-from areal_ray.scaling import Scaling
+from areal_ray.scaling import (
+    Scaling,
+    Services,
+    scalable,
+    scaled_before,
+    take_back_gateways,
+)
 from areal_ray.telemetry.waits import WaitBoard
 
 
@@ -57,22 +64,22 @@ async def start_rl(
     kind online know the admin key by `admin_key_hash`."""
     recipe, begin = graph.recipe, graph.begin
     assert recipe.admission is not None
-    for caution in recipe.cautions:
-        records.event(f"caution: {caution}")
+    _tell_cautions(recipe, records)
     sync_handle = graph.param_sync()
     learners = graph.learners(recipe.steps)
     rollouts = graph.rollouts("rollout")
-    agents = _agents(graph, rollouts, admin_key_hash)
+    serving = _serving(graph, rollouts, admin_key_hash)
+    agents = _agents(graph, rollouts) if serving is None else graph.gateways(serving)
     rewards = graph.rewards() if recipe.scoring is not None else None
     sync = SyncService(sync_handle, patience_s=recipe.deadlines.start_s, tell=records.event)
     evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
-    own = evaluation.fleets if evaluation is not None else []
-    await graph.wait_until_loaded(learners)
-    first = learners.handles[learners.names()[0]]
-    await call(PARAM_SYNC, sync_handle.set_members.remote(first, rollouts.handles))
+    await _load(graph, sync_handle, learners, rollouts)
     tracker = Tracker()
     admission = recipe.admission
-    service = await _agent_service(graph, agents, tracker, ledger)
+    service = _agent_service(graph, agents, tracker)
+    fleets = Services(rollouts=rollouts, agents=agents, rewards=rewards, sync=sync)
+    elastic = scalable(graph, fleets.of(service), serving, records.event)
+    await _take_up_sessions(graph, service, ledger)
     learner = _learner_service(recipe, learners)
     run = Run(
         steps=recipe.steps,
@@ -95,16 +102,36 @@ async def start_rl(
         evaluation=evaluation,
         bounds=_bounds(recipe, learner, sync, evaluation, records),
         checkpoints=_checkpoints(recipe, learner, service),
-        supervisor=Supervisor(rollouts, [agents, *([] if rewards is None else [rewards]), *own]),
+        supervisor=_supervisor(rollouts, agents, rewards, evaluation),
         records=records,
         waits=waits,
         tracker=tracker,
         secrets=environment_secrets(),
-        scaling=Scaling(recipe.folder, graph.scalable(agents, rollouts, rewards), records.event),
+        scaling=Scaling(recipe.folder, elastic, records),
     )
     if begin.state:
         run.load_state_dict(begin.state)
     return run
+
+
+def _tell_cautions(recipe: Recipe, records: Records) -> None:
+    for caution in (*recipe.cautions, scaled_before(recipe)):
+        if caution:
+            records.event(f"caution: {caution}")
+
+
+async def _load(graph: ActorGraph, sync: Any, learners: Fleet, rollouts: Fleet) -> None:
+    """Every actor is there, and who publishes knows the learner and the rollouts."""
+    await graph.wait_until_loaded(learners)
+    first = learners.handles[learners.names()[0]]
+    await call(PARAM_SYNC, sync.set_members.remote(first, rollouts.handles))
+
+
+def _supervisor(
+    rollouts: Fleet, agents: Fleet, rewards: Fleet | None, evaluation: EvaluationService | None
+) -> Supervisor:
+    own = evaluation.fleets if evaluation is not None else []
+    return Supervisor(rollouts, [agents, *([] if rewards is None else [rewards]), *own])
 
 
 def _bounds(
@@ -146,16 +173,17 @@ def _checkpoints(
     return CheckpointService(recipe.folder, recipe.checkpoint, learner)
 
 
-def _agents(graph: ActorGraph, rollouts: Fleet, admin_key_hash: bytes) -> Fleet:
-    """Who makes the episodes that are trained on: agent actors, or gateways for agents outside."""
+def _serving(
+    graph: ActorGraph, rollouts: Fleet, admin_key_hash: bytes
+) -> Callable[[str], dict[str, Any]] | None:
+    """How the gateways are made, where agents outside make the episodes that are trained on."""
     recipe = graph.recipe
     if not recipe.parts.serves:
-        return graph.agents("agent", rollouts, recipe.rollout.sampling)
+        return None
     assert recipe.admission is not None
-    return graph.gateways(
+    GatewayList.of(recipe.gateway.replicas).write(Path(graph.journal))
+    return graph.gateway_arguments(
         rollouts,
-        recipe.gateway,
-        recipe.rollout.sampling,
         key_hash=admin_key_hash,
         terms=SessionTerms(
             recipe.admission.scored_samples_needed,
@@ -165,20 +193,32 @@ def _agents(graph: ActorGraph, rollouts: Fleet, admin_key_hash: bytes) -> Fleet:
     )
 
 
-async def _agent_service(
-    graph: ActorGraph, fleet: Fleet, tracker: Tracker, ledger: Ledger
+def _agents(graph: ActorGraph, rollouts: Fleet) -> Fleet:
+    return graph.agents("agent", rollouts, graph.recipe.rollout.sampling)
+
+
+def _agent_service(
+    graph: ActorGraph, fleet: Fleet, tracker: Tracker
 ) -> AgentService | SessionService:
-    recipe, begin = graph.recipe, graph.begin
+    recipe = graph.recipe
     assert recipe.admission is not None
-    if not recipe.parts.serves:
-        n_samples = recipe.admission.n_samples
-        return AgentService(fleet, tracker, n_samples=n_samples, seed=recipe.seed)
-    service = SessionService(fleet, tracker, max_attempts=recipe.admission.max_attempts)
-    for name in fleet.names():
-        service.urls[name] = (await fleet.submit(name, "health")).url
-    service.go_on(read_ledger(Path(graph.journal)), begin.step)
+    if recipe.parts.serves:
+        return SessionService(fleet, tracker, max_attempts=recipe.admission.max_attempts)
+    n_samples = recipe.admission.n_samples
+    return AgentService(fleet, tracker, n_samples=n_samples, seed=recipe.seed)
+
+
+async def _take_up_sessions(
+    graph: ActorGraph, service: AgentService | SessionService, ledger: Ledger
+) -> None:
+    """Where sessions train, tell the gateways what became of those that the run knows."""
+    if not isinstance(service, SessionService):
+        return
+    for name in service.fleet.names():
+        service.urls[name] = (await service.fleet.submit(name, "health")).url
+    await take_back_gateways(graph)
+    service.go_on(read_ledger(Path(graph.journal)), graph.begin.step)
     ledger.follow(service.follow)
-    return service
 
 
 def _tasks(graph: ActorGraph, tell: Callable[[str], None]) -> TaskStream | SlotStream:
@@ -231,18 +271,17 @@ async def start_inference(graph: ActorGraph, records: Records, key: str) -> Serv
     """
     recipe = graph.recipe
     rollouts = graph.rollouts("rollout")
-    gateways = graph.gateways(
-        rollouts,
-        recipe.gateway,
-        recipe.rollout.sampling,
-        key_hash=hash_key(key) if key else b"",
-    )
+    serving = graph.gateway_arguments(rollouts, key_hash=hash_key(key) if key else b"")
+    gateways = graph.gateways(serving)
     await graph.wait_until_loaded(None)
+    fleets = Services(rollouts=rollouts, agents=gateways)
+    elastic = scalable(graph, fleets, serving, records.event)
     return ServingRun(
         gateways=gateways,
         urls=[(await gateways.submit(name, "health")).url for name in gateways.names()],
         supervisor=Supervisor(rollouts, [gateways]),
         records=records,
+        scaling=Scaling(recipe.folder, elastic, records),
         secrets=environment_secrets(),
     )
 

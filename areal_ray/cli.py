@@ -200,7 +200,7 @@ def scale(
     fileroot: Fileroot = "runs",
     patience_s: Annotated[float, typer.Option(help="How long to wait for it.")] = 600.0,
 ) -> None:
-    """Change how many agent or reward actors a run has, while it goes on."""
+    """Change how many agent, gateway, reward or rollout actors a run has, while it goes on."""
     from areal_ray.control import ask_to_scale, read_sizes
     from areal_ray.run_folder import find_run
 

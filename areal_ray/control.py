@@ -13,8 +13,8 @@ from areal_ray.core.storage import replace_text, writing
 from areal_ray.errors import ArealRayError, DeadlineExceeded, PlacementError, RecipeError
 from areal_ray.run_folder import read_status
 
-SCALABLE = ("agent", "reward")
-"""Roles whose actors may come and go: they know nothing of each other."""
+SCALABLE = ("agent", "gateway", "reward", "rollout")
+"""Roles whose actors may come and go; not every kind of run has each."""
 
 _FOLDER = "control"
 _ASKED, _ANSWERED = ".asked.json", ".answered.json"
@@ -34,8 +34,8 @@ def read_sizes(words: Sequence[str]) -> dict[str, int]:
         if role not in SCALABLE:
             raise RecipeError(
                 f"scale: {role!r} cannot be scaled while a run goes on; must be one of "
-                f"{', '.join(SCALABLE)}. Others: stop the run, and resume it with another "
-                "rollout.replicas or learner.ranks."
+                f"{', '.join(SCALABLE)}. For the learner: stop the run, and resume it with another "
+                "learner.ranks."
             )
         if not count.isdecimal() or not 1 <= int(count) <= _MOST:
             raise RecipeError(

@@ -37,6 +37,7 @@ LONG_FILES = (
     *("integration/test_run_resume.py", "integration/test_vllm_lora.py"),
     *("chaos/test_publish_schedules.py", "integration/test_publish_transports.py"),
     *("integration/test_run_lora.py", "integration/test_learner_ranks.py"),
+    *("integration/test_scaling.py",),
 )
 """The longest first; each takes half a minute or more on two cores."""
 

@@ -24,7 +24,7 @@ from areal_ray.gateway.answer import Answer, Answers
 from areal_ray.gateway.anthropic import AnthropicMessages
 from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, Dialect
 from areal_ray.gateway.door import Door, SessionRecord
-from areal_ray.gateway.exchange import ClientGone, Exchange, Receive, Send, retry_headers
+from areal_ray.gateway.exchange import ClientGone, Exchange, Receive, Send, error_headers
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
 from areal_ray.gateway.openai_chat import OpenAIChat
 from areal_ray.gateway.openai_completions import OpenAICompletions
@@ -114,7 +114,7 @@ def make_app(service: Service) -> FastAPI:
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
         told = _as_call_error(error)
-        return JSONResponse(shape.error(told), told.status, retry_headers(told))
+        return JSONResponse(shape.error(told), told.status, error_headers(told))
 
     async def failed(_: Request, error: Exception) -> JSONResponse:
         service.counts.num_defects += 1

@@ -29,6 +29,8 @@ _STREAM_HEADERS: Headers = [
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 ]
+_TOO_LATE, _TOO_LARGE = 408, 413
+_LINGER_S = 1.0
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 """Kept: `json.dumps` makes one each time."""
 _SECRET_HEADERS = {"authorization", "x-api-key", "api-key", "cookie", "proxy-authorization"}
@@ -120,9 +122,14 @@ class Exchange:
         return bytes(taken)
 
     async def answer(
-        self, status: int, content: Any, headers: Sequence[tuple[bytes, bytes]] = ()
+        self,
+        status: int,
+        content: Any,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        *,
+        is_last: bool = True,
     ) -> None:
-        """Send a whole answer as JSON."""
+        """Send a whole answer as JSON; `end_stream` ends it where this is not the last of it."""
         text = json_bytes(content)
         self._has_begun = True
         shown = [
@@ -131,14 +138,26 @@ class Exchange:
             *headers,
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": shown})
-        await self._send({"type": "http.response.body", "body": text})
+        await self._send({"type": "http.response.body", "body": text, "more_body": not is_last})
 
     async def refuse(self, error: CallError, content: Any) -> None:
         """Send an error, `content` being its body in the dialect's shape."""
-        headers = [(name.encode(), text.encode()) for name, text in retry_headers(error).items()]
-        if error.status == 408:  # what still trickles in of the body is no further request
-            headers.append((b"connection", b"close"))
-        await self.answer(error.status, content, headers)
+        headers = [(name.encode(), text.encode()) for name, text in error_headers(error).items()]
+        await self.answer(error.status, content, headers, is_last=error.status != _TOO_LARGE)
+        if error.status == _TOO_LARGE:
+            await self._linger()
+            await self.end_stream(b"")
+
+    async def _linger(self) -> None:
+        """Take in what a client sends before it looks at its answer, for a moment: closed amid
+        that, its connection would break before it has read it."""
+        if "expect" in self._headers:  # it asks before it sends
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while self._has_body_left:
+                    message = await self._receive()
+                    self._has_body_left = message.get("more_body", False)
 
     async def begin_stream(self, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """Send the status and headers of a stream of events, at once."""
@@ -258,6 +277,13 @@ def retry_headers(error: CallError) -> dict[str, str]:
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+def error_headers(error: CallError) -> dict[str, str]:
+    """Of an answer that is an error. What still comes of a body that was not read to its end is no
+    further request, and nobody reads it: the connection ends with the answer."""
+    closing = {"connection": "close"} if error.status in (_TOO_LATE, _TOO_LARGE) else {}
+    return retry_headers(error) | closing
 
 
 def json_bytes(content: Any) -> bytes:

@@ -21,6 +21,7 @@ PASSED_ON = "x-areal-passed-on"
 """Says that a call came from another replica: it is not passed on again."""
 _CONNECT_S = 10.0
 _RETRY_S = 2.0
+_UNKNOWN_KEY = 401
 _OF_THE_CONNECTION = {
     *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"),
     *(b"proxy-connection", b"proxy-authenticate", b"host", b"content-length", b"expect"),
@@ -44,21 +45,24 @@ class Forwarding:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks."""
-        if scope["type"] != "http" or not self._sessions.peers():
+        if scope["type"] != "http" or not self._sessions.peers().urls:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(scope, receive, send, self._limits)
         _, _, after = scope["path"].partition("/s/")
         named = after.split("/")[0] if scope["path"].startswith("/s/") else ""
         home = self._sessions.home(exchange.key(), named)
-        if not home or PASSED_ON in exchange.open_headers():
+        is_leaving = self._sessions.is_leaving
+        if not home or (PASSED_ON in exchange.open_headers() and not is_leaving):
             await self._app(scope, receive, send)
             return
         try:
             check_headers(exchange.raw_headers, self._limits)
             body = await exchange.body()
             async with exchange.watched():
-                await self._pass_on(scope, home, body, send)
+                is_known = await self._pass_on(scope, home, body, send, may_return=is_leaving)
+            if not is_known:  # no session began there since: this replica has its last one
+                await self._app(scope, _replayed(body, receive), send)
         except ClientGone:
             return
         except CallError as error:
@@ -84,10 +88,15 @@ class Forwarding:
             await self._client.close()
             self._client = None
 
-    async def _pass_on(self, scope: Mapping[str, Any], home: str, body: bytes, send: Send) -> None:
+    async def _pass_on(
+        self, scope: Mapping[str, Any], home: str, body: bytes, send: Send, *, may_return: bool
+    ) -> bool:
+        """Whether the other replica knew the key; where it may come back, nothing was sent then."""
         has_begun = False
         try:
             async with self._sent(home, scope, body) as answer:
+                if may_return and answer.status == _UNKNOWN_KEY:
+                    return False
                 headers = [(name.lower(), text) for name, text in answer.raw_headers]
                 kept = [one for one in headers if one[0] not in _OF_THE_CONNECTION]
                 has_begun = True
@@ -96,6 +105,7 @@ class Forwarding:
                 async for piece in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return True
         except (aiohttp.ClientError, OSError) as error:
             if not has_begun:
                 raise _unreachable(home, error) from error
@@ -113,7 +123,7 @@ class Forwarding:
         headers: Headers = [one for one in scope["headers"] if one[0] not in _OF_THE_CONNECTION]
         told = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in headers]
         query = scope.get("query_string", b"").decode("latin-1")
-        url = self._sessions.peers()[home] + scope["raw_path"].decode("latin-1")
+        url = self._sessions.peers().urls[home] + scope["raw_path"].decode("latin-1")
         return self._client.request(
             scope["method"],
             url + (f"?{query}" if query else ""),
@@ -121,6 +131,16 @@ class Forwarding:
             data=body,
             allow_redirects=False,
         )
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """ASGI's receive, from before the body was read."""
+    rest = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Any:
+        return rest.pop() if rest else await receive()
+
+    return replayed
 
 
 def _unreachable(home: str, error: Exception) -> CallError:

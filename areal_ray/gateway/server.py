@@ -72,10 +72,16 @@ class GatewayServer:
                 await asyncio.sleep(0.005)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def stop(self) -> None:
-        """Take no more calls, let those that run end within the grace; then return."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Take no more calls, let those that run end within the grace; then return.
+
+        Args:
+            grace_s: Another one than that of the constructor.
+        """
         if self._serving is None:
             return
+        if grace_s is not None:
+            self._config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.should_exit = True
         await self._serving
         self._serving = None

@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_REMEMBERED = 4096
 """Sessions that are over and still known by name and key; requests that started some."""
+_MOST_CALLS = 64
+"""Of them, replies that feedback may name yet."""
 JOURNAL_DAMAGED = "journal_damaged"
 
 
@@ -48,6 +50,10 @@ class PastSession:
     """Request ids of rewards and of its end, and digests of what they asked."""
     reward: float | None
     num_turns: int
+    key_hash: bytes
+    calls: frozenset[str]
+    """Replies by the ids their client knows them by: of a fixed key's session, the last ones."""
+    conversations: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +215,7 @@ class SessionBook:
             del self.groups[group.key]
             if not group.has_trained:
                 self.failed_groups[group.failure] += 1
-        past = PastSession(
-            start.session_id,
-            state,
-            reason,
-            session.requests,
-            session.total_reward,
-            session.turns.num_turns,
-        )
+        past = _past_of(session, state, reason)
         _remember(self.past, start.session_id, past)
         if self._session_of_key.get(start.key_hash) == start.session_id:
             del self._session_of_key[start.key_hash]
@@ -310,6 +309,21 @@ class SessionBook:
         self._count(session, segment, size)
         for one in rest:
             session.apply(one, is_replayed=True)
+
+
+def _past_of(session: Session, state: SessionState, reason: str) -> PastSession:
+    start = session.start
+    return PastSession(
+        start.session_id,
+        state,
+        reason,
+        session.requests,
+        session.total_reward,
+        session.turns.num_turns,
+        start.key_hash,
+        frozenset([*session.calls][-_MOST_CALLS:]) if start.is_agent_key else frozenset(),
+        session.conversations,
+    )
 
 
 def _remember(known: OrderedDict[Any, Any], name: Any, fact: Any) -> None:

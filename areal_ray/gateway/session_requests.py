@@ -69,6 +69,7 @@ class SessionRequests:
         past = self._book.started_by(request.request_id)
         if past is not None:
             return self._told_again(request, past, digest, fixed)
+        self._check_stays()
         if fixed:
             self._make_room(fixed, size)
         if upstream:
@@ -109,6 +110,15 @@ class SessionRequests:
             told = f"must be one of {', '.join(known)}" if known else "gateway.upstream names none"
             refuse("model", f"is {name[:80]!r}; {told}. Leave it out for the policy")
         return name
+
+    def _check_stays(self) -> None:
+        if self._sessions.is_leaving:
+            raise CallError(
+                429,
+                "no_capacity",
+                f"gateway {self._sessions.name}: leaves. Start at another",
+                retry_after_s=_RETRY_S,
+            )
 
     def _check_room(self, size: int) -> None:
         num_kept = sum(bool(one.start.upstream) for one in self._book.sessions.values())

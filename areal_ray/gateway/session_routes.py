@@ -130,18 +130,30 @@ class _Routes:
         except ClientGone:
             return Response(status_code=499)
         asked = self._asked(request, exchange, body)
-        if PASSED_ON in exchange.open_headers():
+        is_passed_on = PASSED_ON in exchange.open_headers()
+        if is_passed_on and not self._sessions.is_leaving:
             return await _done(verb, asked)
         home = self._sessions.home("", asked.text("session_id") or asked.text("group_id"))
         fixed = asked.text("api_key")
-        if home or (fixed and (home := self._sessions.home(fixed))):
+        if fixed and not home:
+            home = self._sessions.peers().other_home(fixed, self._sessions.name)
+        if home and not is_passed_on:
             return await self._at(home, request, body)
         try:
             return await _done(verb, asked)
         except CallError as error:
-            if error.status not in _ELSEWHERE:
+            if error.status not in _ELSEWHERE or (is_passed_on and not fixed):
                 raise
+            if self._sessions.is_leaving and fixed:
+                return await self._at_successor(fixed, request, body)
             return await self._elsewhere(error, request, body)
+
+    async def _at_successor(self, fixed: str, request: Request, body: bytes) -> Response:
+        """The start of a fixed key's next session, where its sessions are from now on."""
+        answer = await self._at(self._sessions.peers().successor(fixed), request, body)
+        if answer.status_code == 200:
+            self._sessions.rules.let_go(fixed)
+        return answer
 
     def _asked(self, request: Request, exchange: Exchange, body: bytes) -> SessionRequest:
         given: dict[str, Any] = dict(request.query_params) if request.method == "GET" else {}
@@ -155,14 +167,13 @@ class _Routes:
 
     async def _elsewhere(self, error: CallError, request: Request, body: bytes) -> Response:
         """What is not here may be at another replica; `error` is the answer if it is nowhere."""
-        for name in sorted(self._sessions.peers()):
-            if name != self._sessions.name:
-                try:
-                    answer = await self._at(name, request, body)
-                except CallError:  # it is down; the others may know
-                    continue
-                if answer.status_code not in (*_ELSEWHERE, 401):
-                    return answer
+        for name in self._sessions.peers().others(self._sessions.name):
+            try:
+                answer = await self._at(name, request, body)
+            except CallError:  # it is down; the others may know
+                continue
+            if answer.status_code not in (*_ELSEWHERE, 401):
+                return answer
         raise error
 
     async def _at(self, home: str, request: Request, body: bytes) -> Response:

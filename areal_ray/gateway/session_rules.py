@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_ray.core.config import Config
+from areal_ray.gateway.keys import hash_key
 from areal_ray.gateway.session_book import SessionBook
 from areal_ray.gateway.session_state import Session, SessionGroup, SessionState
 
@@ -105,6 +106,17 @@ class SessionRules:
             self.reject(session, SUPERSEDED)
         else:
             self.end(session, SUPERSEDED)
+
+    def live_of_key(self, key: str) -> Session | None:
+        """The session that a fixed key has here, if it may be called."""
+        session = self._book.of_key(hash_key(key))
+        return session if isinstance(session, Session) and not session.ended_s else None
+
+    def let_go(self, key: str) -> None:
+        """A fixed key has a session at another replica from now on."""
+        old = self.live_of_key(key)
+        if old is not None:
+            self.supersede(old)
 
     def reject(self, session: Session, reason: str) -> None:
         """It will not be trained."""

@@ -112,15 +112,33 @@ class SessionSearch:
             refuse("session_id", "is missing; must be given with the admin key")
         else:
             found = caller.session
+        if found is None:
+            found = self._past_of(caller, conversation, reply)
         if isinstance(found, PastSession):
-            raise session_over(found)
+            raise session_over(found, self._holder(found))
         if found is None or not caller.may_see(found):
             raise no_session(session_id or conversation or reply)
         return found
 
     def _own_past(self, caller: Caller, session_id: str) -> PastSession | None:
         past = self._book.past.get(session_id)
-        return past if caller.scope is Scope.ADMIN or caller.session == past else None
+        return past if past is not None and caller.owns(past.key_hash) else None
+
+    def _past_of(self, caller: Caller, conversation: str, reply: str) -> PastSession | None:
+        """The latest session that is over and that feedback came too late for."""
+        if not conversation and (not reply or caller.scope is Scope.SESSION):
+            return None
+        hashed = hashed_name(conversation) if conversation else ""
+        for past in reversed(self._book.past.values()):
+            is_meant = hashed in past.conversations if hashed else _bare(reply) in past.calls
+            if is_meant and caller.owns(past.key_hash):
+                return past
+        return None
+
+    def _holder(self, past: PastSession) -> str:
+        """The session that has the key now; empty if none has."""
+        latest = self._book.of_key(past.key_hash)
+        return latest.session_id if isinstance(latest, Session) else ""
 
     def _of_conversation(self, caller: Caller, name: str) -> Session | None:
         hashed = hashed_name(name)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 from areal_ray.core.clock import steady_time
 from areal_ray.core.trajectory import Trajectory
+from areal_ray.errors import ArealRayError
 from areal_ray.gateway import keys
 from areal_ray.gateway.call import CallError, CallHints
 from areal_ray.gateway.conversation_names import conversation_names
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.keys import Scope
+from areal_ray.gateway.peers import Peers
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.session_book import PastSession, SessionBook
 from areal_ray.gateway.session_journal import SessionJournal
@@ -23,6 +25,10 @@ __all__ = ["Caller", "ReadyGroup", "SessionCounts", "Sessions", "SessionsConfig"
 _log = logging.getLogger(__name__)
 
 UNUSABLE = "unusable_samples"
+
+
+class SlotWithdrawn(ArealRayError):
+    """A gateway that leaves gives no more groups than were begun there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,12 @@ class ReadyGroup:
 class SessionCounts:
     """What a gateway holds now, and what has ended here."""
 
+    num_sessions: int
+    """All that are kept, whatever became of them, until they are trained on or rejected."""
     num_slots: int
     """Groups that training waits for."""
+    num_unserved: int
+    """Groups begun beyond those that training waits for, as after a restart."""
     num_open: int
     """Sessions that may be called."""
     num_waiting: int
@@ -77,8 +87,11 @@ class Caller:
 
     def may_see(self, session: Session) -> bool:
         """Whether a session is the caller's own."""
-        is_admin = self.scope is Scope.ADMIN
-        return is_admin or keys.is_same(session.start.key_hash, self.key_hash)
+        return self.owns(session.start.key_hash)
+
+    def owns(self, key_hash: bytes) -> bool:
+        """Whether what a key began is the caller's own."""
+        return self.scope is Scope.ADMIN or keys.is_same(key_hash, self.key_hash)
 
 
 class Sessions:
@@ -95,7 +108,7 @@ class Sessions:
         journal: Of this replica. Its name, 1 to 16 lower-case letters or digits, is part of keys
             and ids.
         admin_key_hash: `keys.hash_key` of the admin key.
-        peers: Base URLs of all replicas by name; a call for a session of another one is passed on.
+        peers: All replicas; a call for a session of another one is passed on.
         clock: Seconds since the epoch.
 
     Raises:
@@ -110,7 +123,7 @@ class Sessions:
         journal: SessionJournal,
         *,
         admin_key_hash: bytes,
-        peers: Callable[[], Mapping[str, str]] = dict,
+        peers: Callable[[], Peers] = Peers,
         clock: Callable[[], float] = steady_time,
     ) -> None:
         self.name = keys.check_name(journal.name)
@@ -139,9 +152,12 @@ class Sessions:
 
         Raises:
             StorageError: The journal cannot be written.
+            SlotWithdrawn: This replica leaves, and no group that was begun is left for the caller.
         """
         while True:
             self.rules.sweep()
+            if self.is_leaving and self.rules.headroom() > 0:
+                raise SlotWithdrawn(f"gateway {self.name}: leaves; ask another for a group")
             group = next(iter(self.rules.ready.values()), None)
             if group is None:
                 await self.rules.changed()
@@ -188,23 +204,7 @@ class Sessions:
 
     def counts(self) -> SessionCounts:
         """What is held here now."""
-        sessions, groups = self.book.sessions.values(), self.book.groups.values()
-        early = (SessionState.OPEN, SessionState.REWARDED)
-        num_open = sum(one.state in early and not one.ended_s for one in sessions)
-        num_admitted = sum(one.state is SessionState.ADMITTED for one in sessions)
-        num_done = sum(len(group.sessions) for group in groups if group.is_sealed)
-        return SessionCounts(
-            num_slots=self.rules.num_slots,
-            num_open=num_open,
-            num_waiting=len(sessions) - num_open - num_admitted - num_done,
-            num_ready=len(self.rules.ready),
-            num_held=sum(group.is_held for group in groups),
-            num_admitted=num_admitted,
-            num_trained=self.book.num_trained,
-            num_unscored=self._num_unscored,
-            rejected=dict(self.book.rejected),
-            failed_groups=dict(self.book.failed_groups),
-        )
+        return _counted(self.book, self.rules, self._num_unscored)
 
     def close(self) -> None:
         """Close the journal; a new object may take over."""
@@ -253,10 +253,17 @@ class Sessions:
         """
         peers = self.peers()
         home = keys.replica_of(session_id) or keys.replica_of(key)
-        if not home and not session_id and key and peers:
+        if not home and not session_id and key and peers.urls:
             is_admin = len(key) <= keys.MOST_KEY_CHARACTERS and self.is_admin(keys.hash_key(key))
-            home = "" if is_admin else keys.home_of(key, peers)
-        return home if home in peers and home != self.name else ""
+            home = "" if is_admin else peers.home(key)
+            if home == self.name and self.is_leaving and self.rules.live_of_key(key) is None:
+                home = peers.successor(key)
+        return home if home in peers.urls and home != self.name else ""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this replica starts nothing more."""
+        return self.name in self.peers().leaving
 
     def identify(self, key: str) -> Caller:
         """Who sends this key.
@@ -312,22 +319,51 @@ class Sessions:
         return session
 
 
+def _counted(book: SessionBook, rules: SessionRules, num_unscored: int) -> SessionCounts:
+    sessions, groups = book.sessions.values(), book.groups.values()
+    early = (SessionState.OPEN, SessionState.REWARDED)
+    num_open = sum(one.state in early and not one.ended_s for one in sessions)
+    num_admitted = sum(one.state is SessionState.ADMITTED for one in sessions)
+    num_done = sum(len(group.sessions) for group in groups if group.is_sealed)
+    return SessionCounts(
+        num_sessions=len(sessions),
+        num_slots=rules.num_slots,
+        num_unserved=max(0, -rules.headroom()),
+        num_open=num_open,
+        num_waiting=len(sessions) - num_open - num_admitted - num_done,
+        num_ready=len(rules.ready),
+        num_held=sum(group.is_held for group in groups),
+        num_admitted=num_admitted,
+        num_trained=book.num_trained,
+        num_unscored=num_unscored,
+        rejected=dict(book.rejected),
+        failed_groups=dict(book.failed_groups),
+    )
+
+
 def no_session(session_id: str) -> CallError:
     """404, for a session that is none or is another's."""
     return CallError(404, "session_not_found", f"session {session_id[:80]!r}: there is none here")
 
 
-def session_over(session: Session | PastSession) -> CallError:
-    """410, for a session that nothing may be asked of any more."""
+def session_over(session: Session | PastSession, holder: str = "") -> CallError:
+    """410, for a session that nothing may be asked of any more.
+
+    Args:
+        session: That is over.
+        holder: The session that its key was given to since.
+    """
     if isinstance(session, PastSession):
         told = f"{session.state}: {session.reason}" if session.reason else str(session.state)
     else:
         told = session.end_reason
-    return CallError(
-        410,
-        "session_over",
-        f"session {session.session_id}: is over ({told}). Start another with /rl/start_session",
-    )
+    then = "Start another with /rl/start_session"
+    if holder:
+        then = (
+            f"Its key's session is {holder} now. Where feedback comes late, end a session with "
+            "/rl/end_session before its key is given to the next"
+        )
+    return CallError(410, "session_over", f"session {session.session_id}: is over ({told}). {then}")
 
 
 def _refused_key(what: str) -> CallError:

@@ -38,9 +38,9 @@ from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.runtime.cluster import own_environment
 from areal_ray.runtime.episode_dump import write_episodes
-from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.fleet_sampler import FleetSampler
 from areal_ray.runtime.garbage import collect_rarely
+from areal_ray.runtime.replica_list import reached
 from areal_ray.runtime.reply_format import reply_format
 from areal_ray.runtime.rollout_client import RolloutClient
 
@@ -83,7 +83,7 @@ class AgentActor:
         model_path: str,
         config: AgentConfig,
         sampling: SamplingConfig,
-        replicas: Mapping[str, Any],
+        replicas: Mapping[str, Any] | str,
         context_tokens: int = 0,
         search: Sequence[str] = (),
         run_folder: str = "",
@@ -95,7 +95,8 @@ class AgentActor:
             model_path: Checkpoint whose tokenizer and chat template render the prompts.
             config: Agent and limits.
             sampling: How every turn is sampled.
-            replicas: Rollout actors by name: handles, or the names they were spawned under.
+            replicas: Rollout actors by name: handles, the names they were spawned under, or the key
+                of a list of such names.
             context_tokens: Prompt and sampled tokens that an engine holds at most; 0 = what the
                 model allows, as the engines read it.
             search: Import roots for the agent's code.
@@ -123,8 +124,9 @@ class AgentActor:
         # A restarted actor must not collect what its predecessor asked for.
         self._incarnation = uuid4().hex[:12]
         client_id = f"{name}-{self._incarnation}"
-        reached = {short: reach(replica) for short, replica in replicas.items()}
-        self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
+        self._rollouts = RolloutClient(
+            reached(replicas), client_id, deadline_s=config.turn_timeout_s
+        )
         self._num_episodes = 0
         self._agent: Any = None
         self._programs: ProgramEpisodes | None = None
@@ -198,6 +200,10 @@ class AgentActor:
         return AgentHealth(
             self._name, self._incarnation, self._num_episodes, self._rollouts.num_pending
         )
+
+    async def use_replicas(self, replicas: Mapping[str, Any]) -> None:
+        """Sample from these alone from now on; returns once nothing is under way on others."""
+        await self._rollouts.use(reached(replicas))
 
     async def dump_episodes(self, payloads: Sequence[Any], step: int) -> None:
         """Write the episodes of groups that `step` trained on to episodes.jsonl.

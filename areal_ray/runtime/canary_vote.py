@@ -11,7 +11,8 @@ from typing import Any
 
 from areal_ray.core.canary import Check, Probe, Swapped, is_carried
 from areal_ray.errors import PublishError
-from areal_ray.runtime.answers import ask, ask_all
+from areal_ray.runtime.answers import ask_all
+from areal_ray.runtime.late_join import bring_committed
 from areal_ray.runtime.membership import NoReplicaLeft, refusal
 from areal_ray.runtime.publish_report import Committed
 from areal_ray.runtime.roster import Roster
@@ -88,10 +89,4 @@ class CanaryVote:
         committed = await self._settled()
         if committed.plan is None:
             raise PublishError(f"{name} differed at the first publish: there is no snapshot yet")
-        version = committed.version
-        loading = replica.weights_load.remote(committed.plan, version, committed.snapshot)
-        await ask(name, loading, "weights_load", self._limit_s)
-        swapping = replica.weights_swap.remote(version, committed.check)
-        swapped: Swapped = await ask(name, swapping, "weights_swap", self._limit_s)
-        if swapped.proof.difference:
-            raise PublishError(f"{name}, refreshed to {version}: {swapped.proof.difference}")
+        await bring_committed(name, replica, committed, self._limit_s)

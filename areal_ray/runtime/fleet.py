@@ -40,6 +40,8 @@ class Seat:
     bundle: int
     num_cpus: float
     num_gpus: float = 0.0
+    is_own: bool = False
+    """The placement group holds this actor alone, and may be given back when it ends."""
 
 
 def spawn(
@@ -200,6 +202,14 @@ class Fleet:
         """A member more."""
         self.handles[name] = handle
         self._calls[name] = 0
+
+    def leave(self, name: str) -> None:
+        """Give a member nothing more that anybody chose it for; it stays until it is retired."""
+        self._leaving.add(name)
+
+    def num_calls(self, name: str) -> int:
+        """Calls of ours under way on a member."""
+        return self._calls[name]
 
     async def retire(self, name: str) -> ActorHandle:
         """Send a member nothing more, wait for the calls it has, and leave it out; its handle.

@@ -24,6 +24,7 @@ from areal_ray.gateway.answer import Answers, CallLimits
 from areal_ray.gateway.app import Service, make_app
 from areal_ray.gateway.door import Door, OpenDoor
 from areal_ray.gateway.limits import EdgeLimits
+from areal_ray.gateway.peers import Peers
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
@@ -36,12 +37,13 @@ from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.gateway.upstream import Upstreams
 from areal_ray.runtime.cluster import own_environment
 from areal_ray.runtime.episode_dump import write_episodes
-from areal_ray.runtime.fleet import reach
 from areal_ray.runtime.fleet_sampler import FleetSampler
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.gateway_config import EngineFacts, GatewayConfig, SessionTerms
+from areal_ray.runtime.gateway_list import GatewayList, address_file
 from areal_ray.runtime.gateway_notes import Note
 from areal_ray.runtime.ready_group import as_group, num_rewarded
+from areal_ray.runtime.replica_list import reached
 from areal_ray.runtime.reply_format import reply_format
 from areal_ray.runtime.rollout_client import RolloutClient
 
@@ -96,7 +98,8 @@ class GatewayActor:
         model_path: Checkpoint whose tokenizer and chat template render the prompts.
         config: Address, limits, parsers and policy.
         sampling: How turns are sampled.
-        replicas: Rollout actors by name: handles, or the names they were spawned under.
+        replicas: Rollout actors by name: handles, the names they were spawned under, or the key of
+            a list of such names.
         folder: Where its address and its sessions are remembered; the run's journal. Empty =
             nowhere.
         key_hash: `gateway.keys.hash_key` of what clients have to send; empty = nothing. With
@@ -113,7 +116,7 @@ class GatewayActor:
         model_path: str,
         config: GatewayConfig,
         sampling: SamplingConfig,
-        replicas: Mapping[str, Any],
+        replicas: Mapping[str, Any] | str,
         folder: str = "",
         terms: SessionTerms | None = None,
         key_hash: bytes = b"",
@@ -124,22 +127,22 @@ class GatewayActor:
         self._index = int(name.rpartition("-")[2])
         self._incarnation = uuid4().hex[:12]
         self._folder = Path(folder)
-        self._address = _address_file(self._folder, self._index) if folder else None
+        self._address = address_file(self._folder, str(self._index)) if folder else None
         self._terms = terms
         self._template = template = ChatTemplate.from_folder(model_path)
         reader = reply_format(
             template, config.tool_parser, config.reasoning_parser, where="gateway"
         )
-        reached = {short: reach(replica) for short, replica in replicas.items()}
         client_id = f"{name}-{self._incarnation}"  # not what a predecessor asked for
-        self._rollouts = RolloutClient(reached, client_id, deadline_s=config.turn_timeout_s)
+        known = reached(replicas)
+        self._rollouts = RolloutClient(known, client_id, deadline_s=config.turn_timeout_s)
         limits = CallLimits(
             sampling.max_new_tokens,
             engine.context_tokens or model_context_tokens(model_path),
             stop=sampling.stop,
         )
         sampler = FleetSampler(self._rollouts, sampling)
-        self._peers: dict[str, str] = {}
+        self._peers = Peers()
         self._sessions: Sessions | None = None
 
         def new_recorder() -> Recorder:
@@ -163,7 +166,7 @@ class GatewayActor:
             else make_sessions_app(self._service, self._sessions)
         )
         self._server: GatewayServer | None = None
-        self._opening = asyncio.Lock()
+        self._opening, self._has_left = asyncio.Lock(), False
         self._url = ""
         collect_rarely()
 
@@ -183,14 +186,15 @@ class GatewayActor:
             ArealRayError: The address cannot be had.
         """
         async with self._opening:
-            if self._server is None:
+            if self._server is None and not self._has_left:
                 self._url = await self._listen()
                 if self._address is not None:
                     with writing(self._folder):
                         self._folder.mkdir(parents=True, exist_ok=True)
                     replace_text(self._address, self._url)
-        if self._config.replicas > 1:
-            self._peers = self._written_urls()
+        if self._sessions is not None:
+            known = GatewayList.read(self._folder, self._config.replicas)
+            self._peers = known.peers(self._folder)
         return self._url
 
     async def health(self) -> GatewayHealth:
@@ -251,6 +255,10 @@ class GatewayActor:
             else:
                 sessions.hand_back(note.session_group)
 
+    async def use_replicas(self, replicas: Mapping[str, Any]) -> None:
+        """Sample from these alone from now on; returns once nothing is under way on others."""
+        await self._rollouts.use(reached(replicas))
+
     async def dump_episodes(self, payloads: Sequence[Any], step: int) -> None:
         """Write the episodes of groups that `step` trained on to episodes.jsonl of the run.
 
@@ -259,6 +267,15 @@ class GatewayActor:
             step: Steps done when they were trained on.
         """
         await write_episodes(payloads, self._template, self._folder.parent, step)
+
+    async def finish(self) -> None:
+        """Leave: take no more calls, end those under way in their time, and be found no more."""
+        self._has_left = True
+        if self._server is not None:
+            await self._server.stop(self._config.turn_timeout_s)
+        if self._address is not None:
+            with writing(self._folder):
+                self._address.unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Let calls end within the server's grace, then abort what is under way."""
@@ -293,15 +310,6 @@ class GatewayActor:
             return 0
         return int(self._address.read_text(encoding="utf-8").rpartition(":")[2])
 
-    def _written_urls(self) -> dict[str, str]:
-        """Of all replicas that have listened so far, by the names that sessions know them by."""
-        files = {
-            str(index): _address_file(self._folder, index) for index in range(self._config.replicas)
-        }
-        return {
-            name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()
-        }
-
 
 def _structured(
     template: ChatTemplate, reader: ReplyFormat, config: GatewayConfig, engine: EngineFacts
@@ -332,10 +340,6 @@ def _upstreams(config: GatewayConfig) -> Upstreams:
             )
         keys[name] = environment.get(one.key_env, "")
     return Upstreams(config.upstream, keys, timeout_s=config.turn_timeout_s)
-
-
-def _address_file(folder: Path, index: int) -> Path:
-    return folder / f"gateway-{index}.url"
 
 
 def _reachable(url: str, host: str) -> str:

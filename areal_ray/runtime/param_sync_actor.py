@@ -15,19 +15,20 @@ Waits: every call to an actor ends at `weights.timeout_s` (and a grace for the a
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 from uuid import uuid4
 
 from areal_ray.core.buckets import BucketPlan
 from areal_ray.core.canary import Check, Probe, Sent, Swapped
-from areal_ray.errors import ArealRayError, DeadlineExceeded, PublishError
+from areal_ray.errors import ArealRayError, PublishError
 from areal_ray.runtime.answers import Answers, ask, ask_all
 from areal_ray.runtime.canary_vote import CanaryVote, check_of
 from areal_ray.runtime.candidate import take_candidate
+from areal_ray.runtime.late_join import catch_up
 from areal_ray.runtime.membership import Membership, refusal
-from areal_ray.runtime.publish_report import Committed, ParamSyncHealth, PublishReport
+from areal_ray.runtime.publish_report import Committed, ParamSyncHealth, Phase, PublishReport
 from areal_ray.runtime.roster import Roster
 from areal_ray.runtime.weight_files import WeightFile
 from areal_ray.runtime.weights_config import WeightsConfig
@@ -57,7 +58,7 @@ class ParamSyncActor:
         self._probe: Probe | None = None
         self._vote = CanaryVote(self._limit_s, self._settled)
         self._publishing, self._snapshotting = asyncio.Lock(), asyncio.Lock()
-        self._doing = ("idle", 0.0)
+        self._phase = Phase()
 
     async def set_members(self, learner: Any, replicas: Mapping[str, Any]) -> None:
         """Who publishes (rank 0's handle) and who receives (handles by name), from now on."""
@@ -68,19 +69,25 @@ class ParamSyncActor:
             self._roster.close()
             self._roster = Roster(replicas)
 
+    async def change_replicas(self, joining: Mapping[str, Any], leaving: Sequence[str]) -> None:
+        """Between two publishes: those that come get the committed version, those that go are
+        asked no more. Raises ArealRayError where one that comes does not take it."""
+        async with self._publishing:
+            for name, replica in joining.items():
+                await catch_up(name, replica, await self.committed(), self._limit_s)
+            self._roster.change(joining, leaving)
+
     async def version(self) -> int:
         """The committed version."""
         return self._committed.version
 
     async def health(self) -> ParamSyncHealth:
         """Answers at once, also during a publish."""
-        phase, since_s = self._doing
-        doing = phase if phase == "idle" else f"{phase} for {time.monotonic() - since_s:.1f} s"
         return ParamSyncHealth(
             self._committed.version,
             tuple(self._roster.present()),
             dict(self._roster.aside),
-            doing,
+            self._phase.told(),
         )
 
     async def publish(self, version: int) -> PublishReport:
@@ -100,7 +107,7 @@ class ParamSyncActor:
             try:
                 return await self._publish(version)
             finally:
-                self._doing = ("idle", 0.0)
+                self._phase = Phase()
 
     async def candidate(self, version: int) -> Committed:
         """The learner's present weights, to be judged before they are published."""
@@ -129,7 +136,7 @@ class ParamSyncActor:
             raise PublishError("publish: no learner is known. Call set_members first")
         if self._plan is None:
             config = self._config
-            self._enter("plan")
+            self._phase.enter("plan")
             self._plan = await self._ask_learner("weights_plan", config.bucket_bytes, config.dtype)
         self._roster.readmit()
         if self._config.transport == "collective":
@@ -180,7 +187,7 @@ class ParamSyncActor:
 
     async def _transfer(self, plan: BucketPlan, version: int, names: list[str]) -> Answers:
         """Digests by member, of one attempt in the present group."""
-        self._enter("stage")
+        self._phase.enter("stage")
         sending = self._learner.weights_send.remote(plan, version)
         calls = self._roster.calls(names, "weights_stage", plan, version)
         answers = await ask_all({LEARNER: sending, **calls}, "weights_stage", self._limit_s)
@@ -199,7 +206,7 @@ class ParamSyncActor:
         members = (LEARNER, *names)
         if self._membership is not None and self._membership.members == members:
             return Answers()
-        self._enter("join")
+        self._phase.enter("join")
         self._membership = None
         name = f"weights-{uuid4().hex[:12]}"
         membership = Membership.of(name, members, self._config)
@@ -224,7 +231,7 @@ class ParamSyncActor:
     ) -> tuple[list[str], tuple[Any, ...]]:
         """Through the object store: each replica reads the one payload by itself."""
         names = self._roster.needed(version)
-        self._enter("stage")
+        self._phase.enter("stage")
         digests = self._noted(await self._ask_learner("weights_send", plan, version))
         payload = await self._snapshot_or_abandon(plan, version)
         calls = self._roster.calls(names, "weights_load", plan, version, [payload])
@@ -236,7 +243,7 @@ class ParamSyncActor:
         return [name for name in names if name not in answers.failed], (payload,)
 
     async def _swap(self, staged: list[str], version: int, check: Check) -> dict[str, Swapped]:
-        self._enter("swap")
+        self._phase.enter("swap")
         try:
             return await self._vote.swap(self._roster, staged, version, check)
         finally:
@@ -273,12 +280,8 @@ class ParamSyncActor:
         """Set culprits aside, restart the hung ones; the learner's failure ends the publish."""
         for name, error in culprits.items():
             self._membership = None
-            if name == LEARNER:
-                continue
-            if isinstance(error, DeadlineExceeded):
-                self._roster.restart(name, error)
-            else:
-                self._roster.set_aside(name, str(error))
+            if name != LEARNER:
+                self._roster.blame(name, error)
         if LEARNER in culprits:
             await self._abandon(version, str(culprits[LEARNER]))
 
@@ -288,6 +291,3 @@ class ParamSyncActor:
         calls = self._roster.calls(self._roster.present(), "weights_discard")
         await ask_all(calls, "weights_discard", self._limit_s)
         raise PublishError(refusal(version, reason))
-
-    def _enter(self, phase: str) -> None:
-        self._doing = (phase, time.monotonic())

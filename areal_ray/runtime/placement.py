@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from areal_ray.runtime.fleet import Seat
 
 PARAM_SYNC = "param-sync"
+ROLLOUT = "rollout"
 EVALUATION = "evaluation"
 EVALUATION_AGENT = "evaluation-agent"
 GATEWAY = "gateway"
@@ -57,6 +58,12 @@ class Layout:
     groups: dict[str, tuple[Bundle, ...]]
     on_one_node: frozenset[str] = frozenset()
     """Groups whose bundles must not be spread over nodes."""
+
+    @classmethod
+    def of(cls, groups: dict[str, tuple[Bundle, ...]]) -> "Layout":
+        """The layout of these groups; a replica that is split over GPUs stays on one node."""
+        split = {name for name, group in groups.items() if group[-1].role == REPLICA_PART}
+        return cls(groups, frozenset(split))
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -91,9 +98,9 @@ def plan_layout(
     services: list[Bundle] = []
     if rollout is not None:
         for index in range(rollout.replicas):
-            groups[f"rollout-{index}"] = _replica(f"rollout-{index}", "rollout", rollout)
+            groups[f"{ROLLOUT}-{index}"] = replica_bundles(f"{ROLLOUT}-{index}", ROLLOUT, rollout)
         if has_evaluation:
-            groups[EVALUATION] = _replica(EVALUATION, EVALUATION, rollout)
+            groups[EVALUATION] = replica_bundles(EVALUATION, EVALUATION, rollout)
             if agent is not None:  # its own, so that neither holds up the other
                 services.append(Bundle(EVALUATION_AGENT, EVALUATION_AGENT, _cpus(agent.num_cpus)))
     if learner is not None:
@@ -110,8 +117,7 @@ def plan_layout(
         services.append(Bundle(PARAM_SYNC, PARAM_SYNC, _PARAM_SYNC_CPUS))
     if services:
         groups["services"] = tuple(services)
-    split = {name for name, group in groups.items() if group[-1].role == REPLICA_PART}
-    return Layout(groups, frozenset(split))
+    return Layout.of(groups)
 
 
 def assign(layout: Layout, nodes: Sequence[NodeSupply], cluster: ClusterConfig) -> dict[str, str]:
@@ -184,7 +190,13 @@ class Reservation:
         from areal_ray.runtime.fleet import Seat
 
         return {
-            bundle.name: Seat(self._groups[group], index, bundle.num_cpus, bundle.num_gpus)
+            bundle.name: Seat(
+                self._groups[group],
+                index,
+                bundle.num_cpus,
+                bundle.num_gpus,
+                is_own=_is_own(bundles),
+            )
             for group, bundles in self._layout.groups.items()
             for index, bundle in enumerate(bundles)
             if bundle.role == role
@@ -197,6 +209,14 @@ class Reservation:
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups = {}
+
+
+def give_back(seat: "Seat") -> None:
+    """Return what an actor's own placement group held to the cluster; it has to have ended."""
+    from ray.util.placement_group import remove_placement_group
+
+    assert seat.is_own, "others sit in that placement group"
+    remove_placement_group(seat.group)
 
 
 def reserve(
@@ -257,6 +277,10 @@ def _late(
     )
 
 
+def _is_own(bundles: Sequence[Bundle]) -> bool:
+    return sum(bundle.role != REPLICA_PART for bundle in bundles) == 1
+
+
 def _resources(bundle: Bundle) -> dict[str, float]:
     gpus = {"GPU": bundle.num_gpus} if bundle.num_gpus else {}
     return {"CPU": bundle.num_cpus, **gpus}
@@ -266,7 +290,12 @@ def _bundles(role: str, count: int, num_cpus: float, num_gpus: float = 0.0) -> l
     return [Bundle(f"{role}-{i}", role, _cpus(num_cpus), num_gpus) for i in range(count)]
 
 
-def _replica(name: str, role: str, rollout: RolloutConfig) -> tuple[Bundle, ...]:
+def single_bundle(name: str, role: str, num_cpus: float) -> Bundle:
+    """Of an actor that has nothing but CPU cores."""
+    return Bundle(name, role, _cpus(num_cpus))
+
+
+def replica_bundles(name: str, role: str, rollout: RolloutConfig) -> tuple[Bundle, ...]:
     """The actor, and where its model is split over GPUs a bundle for each part after it."""
     split = rollout.tensor_parallel
     if split == 1:

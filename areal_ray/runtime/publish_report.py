@@ -1,5 +1,6 @@
 """What the ParamSyncActor tells: of a publish, of the committed version, of itself."""
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,3 +86,20 @@ class ParamSyncHealth:
     quarantined: dict[str, str]
     doing: str
     """idle, or the phase under way and since how many seconds."""
+
+
+class Phase:
+    """What is being done, and since when."""
+
+    def __init__(self) -> None:
+        self._name, self._since_s = "idle", 0.0
+
+    def enter(self, name: str) -> None:
+        """This, from now on."""
+        self._name, self._since_s = name, time.monotonic()
+
+    def told(self) -> str:
+        """In a few words."""
+        if self._name == "idle":
+            return self._name
+        return f"{self._name} for {time.monotonic() - self._since_s:.1f} s"

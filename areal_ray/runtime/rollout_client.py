@@ -11,44 +11,26 @@ generate() and stream() wait for: their result; unblocked by the collector; boun
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from areal_ray.core.trajectory import StopReason
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
-from areal_ray.errors import ActorLost, DeadlineExceeded, EngineError, RequestRefused
+from areal_ray.errors import ActorLost, EngineError, RequestRefused
 from areal_ray.runtime.fleet import explained, reason_of_death
+from areal_ray.runtime.lanes import Lane, Lanes
 from areal_ray.runtime.pending_turn import PendingTurn
-from areal_ray.runtime.replica_choice import ReplicaChoice
 from areal_ray.runtime.streamed_turn import StreamedTurn
 from areal_ray.runtime.turn_wire import RequestBatch
 
 _log = logging.getLogger(__name__)
 
 _PROBE_EVERY_S = 0.25
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """The way to one replica and what is under way on it."""
-
-    name: str
-    replica: Any
-    outbox: list[GenerationRequest] = field(default_factory=list)
-    pending: dict[str, PendingTurn] = field(default_factory=dict)
-    incarnation: str = ""
-    down_reason: str = ""
-    """Why it is not answering; empty while it is."""
-    collector: "asyncio.Task[None] | None" = None
-    is_flush_due: bool = False
-
-    @property
-    def num_pending(self) -> int:
-        """Turns under way on it."""
-        return len(self.pending)
+_DRAIN_S = 10.0
+"""For turns to end on a replica that is to go, before others are given them."""
+_DRAINED_EVERY_S = 0.05
 
 
 class RolloutClient:
@@ -75,14 +57,11 @@ class RolloutClient:
         spill_requests: int = 32,
         max_tries: int = 5,
     ) -> None:
-        self._lanes = [_Lane(name, replica) for name, replica in replicas.items()]
-        if not self._lanes:
-            raise ValueError("replicas: is empty; at least one rollout replica is needed")
+        self._lanes = Lanes(replicas, spill_requests)
         self._client_id = client_id
         self._deadline_s = deadline_s
         self._linger_s = linger_s
         self._max_tries = max_tries
-        self._choice = ReplicaChoice(spill_requests)
         self._background: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         """Rings when the turn that waits for the longest is due."""
@@ -154,10 +133,25 @@ class RolloutClient:
                 lane.collector.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
+    async def use(self, replicas: Mapping[str, Any], *, drain_s: float = _DRAIN_S) -> None:
+        """Send turns to these replicas alone from now on; returns once others have none.
+
+        What does not end there within `drain_s` is continued on one of these, streamed turns from
+        what was streamed; but for those that look back at it, which have their own deadline.
+        """
+        going = self._lanes.change(replicas)
+        ends_s = asyncio.get_running_loop().time() + drain_s
+        while any(lane.pending for lane in going):
+            if asyncio.get_running_loop().time() >= ends_s:
+                for lane, pending in [(one, p) for one in going for p in one.handed_over()]:
+                    self._again(lane, pending, "leaves the run")
+            await asyncio.sleep(_DRAINED_EVERY_S)
+        self._lanes.forget(going)
+
     # -- choosing a replica --------------------------------------------------------------------
 
     def _route(self, pending: PendingTurn) -> None:
-        lane = self._choice.choose(self._lanes, pending.request.prefix_key)
+        lane = self._lanes.choose(pending.request.prefix_key)
         pending.tries += 1
         # A busy replica takes new turns between two steps only: they may as well come together.
         delay_s = self._linger_s if lane.pending else 0.0
@@ -177,7 +171,7 @@ class RolloutClient:
 
     # -- talking to a replica ------------------------------------------------------------------
 
-    def _flush(self, lane: _Lane) -> None:
+    def _flush(self, lane: Lane) -> None:
         lane.is_flush_due = False
         if lane.down_reason:
             return  # the collector sends all of it when the replica is back
@@ -193,16 +187,16 @@ class RolloutClient:
         task.add_done_callback(self._background.discard)
         return task
 
-    async def _submit(self, lane: _Lane, requests: Sequence[GenerationRequest]) -> None:
+    async def _submit(self, lane: Lane, requests: Sequence[GenerationRequest]) -> None:
         self.num_submits += 1
         try:
             await lane.replica.submit.remote(self._client_id, RequestBatch(requests))
         except RayTaskError as error:
-            self._fail(lane, [r.request_id for r in requests], explained(lane.name, error))
+            lane.fail([r.request_id for r in requests], explained(lane.name, error))
         except RayError as error:  # it died, or what it answered died with a node
             self._lost(lane, error)
 
-    async def _collect(self, lane: _Lane) -> None:
+    async def _collect(self, lane: Lane) -> None:
         """Fetch finished turns until none is pending."""
         while lane.pending:
             if lane.down_reason:
@@ -216,7 +210,7 @@ class RolloutClient:
                 if not came.results and not came.chunks:
                     await self._notice_restart(lane)
             except RayTaskError as error:
-                self._fail(lane, lane.pending, explained(lane.name, error))
+                lane.fail(lane.pending, explained(lane.name, error))
             except RayError as error:
                 self._lost(lane, error)
             else:
@@ -226,7 +220,7 @@ class RolloutClient:
                 for result in came.results:
                     self._deliver(lane, result)
 
-    def _deliver(self, lane: _Lane, result: GenerationResult) -> None:
+    def _deliver(self, lane: Lane, result: GenerationResult) -> None:
         pending = lane.pending.get(result.request_id)
         if pending is None or pending.future.done():
             return
@@ -236,23 +230,16 @@ class RolloutClient:
             pending.end(result)
             del lane.pending[result.request_id]
 
-    def _fail(self, lane: _Lane, request_ids: Iterable[str], error: Exception) -> None:
-        for request_id in list(request_ids):
-            pending = lane.pending.get(request_id)
-            if pending is not None and not pending.future.done():
-                pending.future.set_exception(error)
-                del lane.pending[request_id]
-
     # -- death and return ----------------------------------------------------------------------
 
-    async def _notice_restart(self, lane: _Lane) -> None:
+    async def _notice_restart(self, lane: Lane) -> None:
         """A replica that restarted between two calls has forgotten our turns: send them again."""
         incarnation = await lane.replica.incarnation.remote()
         if incarnation != lane.incarnation:
             lane.incarnation = incarnation
             self._resend(lane, "restarted")
 
-    def _lost(self, lane: _Lane, error: BaseException) -> None:
+    def _lost(self, lane: Lane, error: BaseException) -> None:
         if lane.down_reason:
             return
         lane.down_reason = reason_of_death(error)
@@ -260,12 +247,12 @@ class RolloutClient:
         _log.warning(
             "%s is lost (%s); %d turns go elsewhere", lane.name, lane.down_reason, len(lane.pending)
         )
-        if any(not other.down_reason for other in self._lanes):
+        if self._lanes.can_take_over():
             self._resend(lane, lane.down_reason)
         if lane.collector is None or lane.collector.done():
             lane.collector = self._start(self._collect(lane))
 
-    async def _revive(self, lane: _Lane) -> None:
+    async def _revive(self, lane: Lane) -> None:
         """Wait for Ray to restart the replica; its turns, if still here, are sent again."""
         try:
             lane.incarnation = await lane.replica.incarnation.remote()
@@ -273,42 +260,28 @@ class RolloutClient:
             told = explained(lane.name, error) if isinstance(error, RayTaskError) else None
             lane.down_reason = str(told) if told else reason_of_death(error)
             if isinstance(error, ActorDiedError):  # for good: nobody is to wait for it
-                self._fail(lane, lane.pending, ActorLost(f"{lane.name} died: {lane.down_reason}"))
+                lane.fail(lane.pending, ActorLost(f"{lane.name} died: {lane.down_reason}"))
             await asyncio.sleep(_PROBE_EVERY_S)
         else:
             lane.down_reason = ""
             self._resend(lane, "restarted")
 
-    def _resend(self, lane: _Lane, reason: str) -> None:
+    def _resend(self, lane: Lane, reason: str) -> None:
         waiting, lane.pending = list(lane.pending.values()), {}
         lane.outbox.clear()
         for pending in waiting:
             if not pending.future.done():
                 self._again(lane, pending, reason)
 
-    def _again(self, lane: _Lane, pending: PendingTurn, reason: str) -> None:
+    def _again(self, lane: Lane, pending: PendingTurn, reason: str) -> None:
         lane.pending.pop(pending.request_id, None)
         if pending.may_try_again(self._max_tries, f"{lane.name}: {reason}"):
             self._route(pending)
 
     def _end_overdue(self) -> None:
         loop = asyncio.get_running_loop()
-        waiting = [p for lane in self._lanes for p in lane.pending.values() if not p.future.done()]
-        for pending in waiting:
-            if pending.due_s <= loop.time():
-                told = _overdue(self._lanes, pending.request_id, self._deadline_s)
-                pending.future.set_exception(DeadlineExceeded(told))
-        due_s = min((p.due_s for p in waiting if not p.future.done()), default=None)
+        due_s = self._lanes.end_overdue(loop.time(), self._deadline_s)
         self._alarm = None if due_s is None else loop.call_at(due_s, self._end_overdue)
-
-
-def _overdue(lanes: Sequence[_Lane], request_id: str, deadline_s: float) -> str:
-    lane = next((lane for lane in lanes if request_id in lane.pending), None)
-    where = "no replica" if lane is None else lane.name
-    state = f", which is down ({lane.down_reason})" if lane and lane.down_reason else ""
-    started = f"turn {request_id} waited {deadline_s:g} s for {where}{state}"
-    counts = ", ".join(f"{lane.name} {len(lane.pending)}" for lane in lanes)
-    return f"{started}. Turns pending: {counts}. Raise agent.turn_timeout_s if this is normal"
 
 
 def _sound(result: GenerationResult) -> GenerationResult:

@@ -6,12 +6,12 @@ restarted where that does not help.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from areal_ray.errors import ActorLost, ArealRayError
+from areal_ray.errors import ActorLost, ArealRayError, DeadlineExceeded
 from areal_ray.runtime.fleet import call, unheard
 from areal_ray.runtime.membership import NoReplicaLeft, refusal
 
@@ -52,6 +52,13 @@ class Roster:
         self._leave_out(name, reason)
         self._probe(name)
 
+    def blame(self, name: str, error: ArealRayError) -> None:
+        """Set a replica aside that failed; one that hangs is restarted."""
+        if isinstance(error, DeadlineExceeded):
+            self.restart(name, error)
+        else:
+            self.set_aside(name, str(error))
+
     def refresh(self, name: str, reason: str, work: Callable[[], Awaitable[None]]) -> None:
         """Set a replica aside that has wrong weights, and have `work` bring it the right ones."""
         self._leave_out(name, f"{reason}; to be refreshed")
@@ -75,6 +82,16 @@ class Roster:
                 self._news.append(f"{name} takes part again")
             else:
                 self._probe(name)
+
+    def change(self, joining: Mapping[str, Any], leaving: Sequence[str]) -> None:
+        """Replicas that hold the committed version take part from now on; others no more."""
+        for name in leaving:
+            for asked in (self._probes.pop(name, None), self.refreshing.pop(name, None)):
+                if asked is not None:
+                    asked.cancel()
+            self.handles.pop(name, None)
+            self.aside.pop(name, None)
+        self.handles |= joining
 
     async def until_refreshed(self) -> None:
         """Wait for all that are being refreshed now."""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -309,6 +309,13 @@ class SyncService:
                     self._tell(f"publish waits for a rollout to come back ({error})")
                     is_told = True
                 await asyncio.sleep(_RETRY_S)
+
+    async def change_replicas(
+        self, joining: Mapping[str, ActorHandle], leaving: Sequence[str]
+    ) -> None:
+        """Replicas that get the committed version and take part in publishes from now on, and
+        those that do so no more."""
+        await call("param-sync", self.handle.change_replicas.remote(joining, leaving))
 
     async def candidate(self, version: int) -> Committed:
         """The learner's present weights, before they become this version or are given up."""

@@ -21,6 +21,7 @@ from areal_ray.core.ledger import Lease
 from areal_ray.core.summaries import GroupSummary
 from areal_ray.errors import ActorGone, ActorLost
 from areal_ray.gateway.keys import replica_of
+from areal_ray.gateway.sessions import SlotWithdrawn
 from areal_ray.runtime.fleet import Fleet, unheard
 from areal_ray.runtime.gateway_notes import Note
 from areal_ray.runtime.services import Tracker
@@ -63,6 +64,21 @@ class SessionService:
         self._outboxes = {name: _Outbox() for name in fleet.names()}
         self.urls: dict[str, str] = {}
         """Of each gateway, by name."""
+        self._owing: Counter[str] = Counter()
+        """Groups that a gateway that leaves has begun and that nobody has asked it for."""
+
+    def join(self, name: str, url: str) -> None:
+        """A gateway more."""
+        self._outboxes[name] = _Outbox()
+        self.urls[name] = url
+
+    def part(self, name: str) -> None:
+        """A gateway less; it holds no session."""
+        del self._outboxes[name], self.urls[name], self._owing[name]
+
+    def owes(self, name: str, num_groups: int) -> None:
+        """So many groups of a gateway that leaves are to be asked for."""
+        self._owing[name] = num_groups
 
     async def run_group(self, lease: Lease) -> tuple[GroupSummary, ObjectRef]:
         """The oldest group of sessions that is over, or the next one to be.
@@ -73,12 +89,14 @@ class SessionService:
         try:
             while True:
                 self._tracker.enter(lease.group_id, "gateway", "restart")
-                member = await self.fleet.least_busy()
+                member = self._owing_one() or await self.fleet.least_busy()
                 self._tracker.enter(lease.group_id, member, "wait for clients")
                 try:
                     made, payload = await self.fleet.submit_payload(
                         member, "serve_group", lease.group_id
                     )
+                except SlotWithdrawn:  # it leaves the run
+                    continue
                 except ActorGone:
                     raise
                 except ActorLost:  # what was sealed there is offered again after its restart
@@ -132,6 +150,12 @@ class SessionService:
             if verb != "hand_back":
                 self._known.update(delivery.sessions)
             self._tell(delivery, verb, fact)
+
+    def _owing_one(self) -> str:
+        name = next((name for name, count in self._owing.items() if count), "")
+        if name:
+            self._owing[name] -= 1
+        return name
 
     def _is_new(self, made: GroupSummary) -> bool:
         """Whether the driver has none of these sessions.

@@ -110,6 +110,8 @@ def summary_facts(summary: Summary) -> list[tuple[str, str]]:
         differed = f", {publish.differing} canaries differed" if publish.differing else ""
         text = f"{publish.count}, {publish.mean_s:.2f} s each{still}{differed}"
         facts.append(("publishes", text))
+    if summary.scaled:
+        facts.append(("scaled", "; ".join(summary.scaled)))
     if summary.replaced:
         facts.append(("replaced", "; ".join(summary.replaced)))
     return facts

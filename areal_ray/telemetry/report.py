@@ -297,6 +297,7 @@ def _endings(summary: Mapping[str, Any], steps: Rows, resumed: Sequence[str]) ->
         told = _counts(lines)
         tables += f"<figure><h3>Episodes by outcome</h3>{told}</figure>"
     listed = _listed("Actors lost and replaced", summary.get("replaced") or ())
+    listed += _listed("Numbers of actors changed", summary.get("scaled") or ())
     listed += _listed("Set aside by a publish", summary.get("publish_events") or ())
     listed += _listed("Resumed from a checkpoint", resumed)
     note = "Nothing that could not be scored was trained on; a failure is never a reward of zero."

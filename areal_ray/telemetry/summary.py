@@ -130,6 +130,8 @@ class Summary:
     """Actors that died and were replaced, one line each."""
     publish_events: tuple[str, ...] = ()
     """Replicas that a publish set aside or took back, one line each."""
+    scaled: tuple[str, ...] = ()
+    """Numbers of actors that were changed while it went on, one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -178,6 +180,7 @@ class RunEnd:
     ledger: LedgerSummary = LedgerSummary()
     replaced: tuple[str, ...] = ()
     publish_events: tuple[str, ...] = ()
+    scaled: tuple[str, ...] = ()
 
 
 def summarize(folder: Path, end: RunEnd) -> Summary:

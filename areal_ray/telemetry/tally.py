@@ -21,6 +21,8 @@ class RunTally:
         """Actors that died, a line each; not those before a resumption."""
         self.publishes: list[str] = []
         """Replicas that a publish set aside or took back, a line each; likewise."""
+        self.scaled: list[str] = []
+        """Numbers of actors that were changed, a line each; likewise."""
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "RunTally":
@@ -52,6 +54,7 @@ class RunTally:
             "ledger": self._ledger_summary(),
             "replaced": tuple(self.replaced),
             "publish_events": tuple(self.publishes),
+            "scaled": tuple(self.scaled),
         }
 
     def _ledger_summary(self) -> LedgerSummary:

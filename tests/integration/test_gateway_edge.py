@@ -230,6 +230,42 @@ def test_a_body_of_a_gigabyte_is_refused_before_it_is_sent_and_headers_without_e
     run([Said("hi")], test)
 
 
+def test_the_rest_of_a_body_that_was_refused_is_not_read():
+    """The connection ends soon after the answer, and what is sent meanwhile is not waited for."""
+
+    async def test(gateway: Gateway) -> None:
+        reader, writer = await connect(gateway)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {2**40}\r\n\r\n"
+        writer.write(head.encode() + b"y" * 100_000)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert b" 413 " in answer
+        assert b"connection: close" in answer
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(2**16):
+                pass
+        assert time.monotonic() - begun < 10
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            for _ in range(10_000):
+                writer.write(b"y" * 2**16)
+                await writer.drain()
+        writer.close()
+
+    run([Said("hi")], test, edge=EdgeLimits(body_bytes=2**20))
+
+
+def test_a_client_that_sends_all_before_it_looks_is_told_that_it_was_too_much():
+    async def test(gateway: Gateway) -> None:
+        async with gateway.client() as client:
+            with pytest.raises(openai.APIStatusError) as error:
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "y" * 2**23}]
+                )
+        assert error.value.status_code == 413
+
+    run([Said("hi")], test, edge=EdgeLimits(body_bytes=2**20))
+
+
 def test_heads_that_never_end_and_bodies_that_trickle_are_given_up_while_slow_answers_go_on():
     async def trickle(gateway: Gateway, begun: bytes) -> bytes:
         """What comes back to a client that sends a byte now and then."""

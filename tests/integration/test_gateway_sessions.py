@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from areal_ray.gateway.peers import Peers
 from tests.support.scripted_sampler import Said
 from tests.support.sessions import (
     ADMIN_KEY,
@@ -209,7 +210,7 @@ def test_any_replica_takes_any_call_and_passes_it_on(tmp_path):
     async def go() -> None:
         urls: dict[str, str] = {}
         replicas = {
-            name: await serve_replica(tmp_path, script, name=name, peers=lambda: urls)
+            name: await serve_replica(tmp_path, script, name=name, peers=lambda: Peers(urls))
             for name, script in (("a", [Said("at a")]), ("b", [Said("at b", pause_s=0.01)]))
         }
         urls.update({name: replica.url for name, replica in replicas.items()})
@@ -261,8 +262,8 @@ def test_any_replica_takes_any_call_and_passes_it_on(tmp_path):
 def test_a_client_that_leaves_a_call_that_was_passed_on_has_it_aborted(tmp_path):
     async def go() -> None:
         urls: dict[str, str] = {}
-        a = await serve_replica(tmp_path, [ENDLESS], name="a", peers=lambda: urls)
-        b = await serve_replica(tmp_path, [ENDLESS], name="b", peers=lambda: urls)
+        a = await serve_replica(tmp_path, [ENDLESS], name="a", peers=lambda: Peers(urls))
+        b = await serve_replica(tmp_path, [ENDLESS], name="b", peers=lambda: Peers(urls))
         urls.update(a=a.url, b=b.url)
         told = await started(b)
         stream = await asked(a, told["api_key"], stream=True)

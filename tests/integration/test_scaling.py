@@ -1,6 +1,8 @@
 """Actors that are added to a run and taken from it while it trains."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,11 @@ from tests.support.whole_runs import (
     PATIENCE_S,
     Runs,
     actor_names,
+    actor_of,
     assert_books_balance,
+    episodes_of,
     events_of,
+    staleness_of,
     until,
     until_step,
 )
@@ -53,13 +58,63 @@ def test_a_cluster_without_room_refuses_with_demand_and_supply_and_the_run_goes_
     handle = runs.start("no-room", "steps=200", *SLOW, *room)
     try:
         until_step(handle, 1)
-        with pytest.raises(PlacementError, match=r"there are 1: placement: agent-1 not placed"):
+        with pytest.raises(PlacementError, match=r"nothing was changed: placement: agent-1 not"):
             ask_to_scale(handle.folder, {"agent": 2}, patience_s=PATIENCE_S)
         until_step(handle, len(read_steps(handle)) + 2)
         assert _agents("no-room") == {"agent-0"}
     finally:
         handle.stop()
         assert handle.wait(PATIENCE_S).outcome == "stopped"
+
+
+def test_rollouts_come_with_the_committed_version_and_go_and_nothing_is_lost(runs: Runs) -> None:
+    handle = runs.start("rollouts", "steps=300", *SLOW, "admission.max_failed_share=0.01")
+    try:
+        until_step(handle, 2)
+        committed = read_steps(handle)[-1]
+        told = ask_to_scale(handle.folder, {"rollout": 3}, patience_s=PATIENCE_S)
+        assert told == "rollout: 1 -> 3"
+        until(lambda: "actors.rollout 3" in _squeezed(describe_run(handle.folder)), "the status")
+        for name in ("rollout-1", "rollout-2"):
+            until(lambda name=name: _engine("rollouts", name).sampled_tokens, f"tokens of {name}")
+            assert _engine("rollouts", name).version >= committed
+        until_step(handle, read_steps(handle)[-1] + 3)
+        assert {_published_to(handle.folder)[-1]} == {3}
+        told = ask_to_scale(handle.folder, {"rollout": 1}, patience_s=PATIENCE_S)
+        assert told == "rollout: 3 -> 1"
+        until(lambda: _actors("rollouts", "rollout-") == {"rollout-0"}, "the rollouts to be gone")
+        assert ask_to_scale(handle.folder, {"rollout": 2}, patience_s=PATIENCE_S)
+        until(lambda: _engine("rollouts", "rollout-3").sampled_tokens, "tokens of the new one")
+        until_step(handle, read_steps(handle)[-1] + 2)
+    finally:
+        handle.stop()
+        summary = handle.wait(PATIENCE_S)
+    counts = assert_books_balance(handle.folder)
+    assert counts["failed"] == 0
+    assert (summary.publish.differing, summary.publish_events) == (0, ())
+    assert summary.scaled == ("rollout: 1 -> 3", "rollout: 3 -> 1", "rollout: 1 -> 2")
+    assert "rollout: 3 -&gt; 1" in (handle.folder / "report.html").read_text(encoding="utf-8")
+    seen = set().union(*map(staleness_of, episodes_of(handle.folder)))
+    assert seen
+    assert max(seen) <= 2
+
+
+def _actors(run: str, prefix: str) -> set[str]:
+    short = {name.split("/")[1] for name in actor_names(run)}
+    return {name for name in short if name.startswith(prefix)}
+
+
+def _engine(run: str, name: str) -> Any:
+    """What the engine of a rollout says of itself."""
+    import ray
+
+    return ray.get(actor_of(run, name).health.remote(), timeout=60).engine
+
+
+def _published_to(folder: Path) -> list[int]:
+    """Replicas that took each version."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]
+    return [row["rollout/replicas"] for row in rows if row.get("rollout/replicas")]
 
 
 def read_steps(handle) -> list[int]:

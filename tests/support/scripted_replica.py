@@ -18,9 +18,9 @@ class _Method:
 
 
 class ScriptedReplica:
-    """Each collect gives the next of the script, or raises it."""
+    """Each collect gives the next of the script, or raises it; an event is waited for before."""
 
-    def __init__(self, *script: Sequence[Part] | Exception) -> None:
+    def __init__(self, *script: Sequence[Part] | Exception | asyncio.Event) -> None:
         self.script = list(script)
         self.given: list[GenerationRequest] = []
         self.aborted: list[str] = []
@@ -37,6 +37,10 @@ class ScriptedReplica:
         if not self.script:
             await asyncio.sleep(60)
         parts = self.script.pop(0)
+        if isinstance(parts, asyncio.Event):
+            await parts.wait()
+            parts = self.script.pop(0)
+        assert not isinstance(parts, asyncio.Event)
         if isinstance(parts, Exception):
             self.waiting.clear()
             raise parts

@@ -15,6 +15,7 @@ from areal_ray.gateway import keys
 from areal_ray.gateway.answer import Answers, CallLimits
 from areal_ray.gateway.app import Service
 from areal_ray.gateway.call import CallHints
+from areal_ray.gateway.peers import Peers
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
@@ -70,7 +71,7 @@ class Desk:
     clock: Clock = field(default_factory=Clock)
     config: Mapping[str, Any] = field(default_factory=dict)
     segment_bytes: int = 16 * 2**20
-    peers: Callable[[], Mapping[str, str]] = dict
+    peers: Callable[[], Peers] = Peers
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def __post_init__(self) -> None:
@@ -187,7 +188,7 @@ async def serve_replica(
     *,
     name: str = "a",
     port: int = 0,
-    peers: Callable[[], Mapping[str, str]] = dict,
+    peers: Callable[[], Peers] = Peers,
     grace_s: float = 2.0,
     upstreams: Mapping[str, UpstreamConfig] = {},
     upstream_keys: Mapping[str, str] = {},

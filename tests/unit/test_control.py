@@ -15,9 +15,14 @@ from areal_ray.run_folder import RunFolder
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("rollout=2", "'rollout' cannot be scaled while a run goes on; must be one of agent"),
+        (
+            "learner=2",
+            "'learner' cannot be scaled while a run goes on; must be one of agent, gateway",
+        ),
         ("agent", "must read agent=COUNT"),
         ("agent=0", "from 1 to"),
+        ("rollout=0", "from 1 to"),
+        ("gateway=two", "must read gateway=COUNT, COUNT a whole number from 1 to"),
         ("agent=-1", "from 1 to"),
         ("agent=1e9", "must read agent=COUNT"),
         ("agent=99999999999", "from 1 to"),
@@ -27,6 +32,7 @@ def test_what_cannot_be_scaled_is_refused_with_what_can(word, told):
     with pytest.raises(RecipeError, match=told):
         read_sizes([word])
     assert read_sizes(["agent=8", "reward=2"]) == {"agent": 8, "reward": 2}
+    assert read_sizes(["rollout=3", "gateway=2"]) == {"rollout": 3, "gateway": 2}
 
 
 def test_a_run_that_does_not_go_on_is_not_scaled(tmp_path, capsys):
@@ -71,7 +77,7 @@ def test_a_run_that_does_not_answer_is_waited_for_so_long_and_the_request_taken_
     assert list((held.path / "control").iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"rollout": 2}', '{"agent": "x"}', "7"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"learner": 2}', '{"agent": "x"}', "7"])
 def test_a_request_that_makes_no_sense_is_answered_and_harms_nobody(tmp_path: Path, text: str):
     folder = tmp_path / "control"
     folder.mkdir()

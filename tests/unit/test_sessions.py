@@ -335,6 +335,34 @@ def test_a_fixed_key_goes_on_from_session_to_session(desk):
     assert told["session_id"] == third["session_id"]
 
 
+def test_feedback_that_comes_after_its_key_went_on_is_told_where_the_key_is_now(desk):
+    first = desk.start(api_key=FIXED_KEY)
+    reply = desk.call(FIXED_KEY, x_conversation_id="chat-1")
+    second = desk.start(api_key=FIXED_KEY)
+    for is_restarted in (False, True):
+        if is_restarted:
+            desk.restart()
+        for named in (
+            {"interaction_id": reply},
+            {"conversation_id": "chat-1"},
+            {"session_id": first["session_id"]},
+        ):
+            for key in (ADMIN_KEY, FIXED_KEY):
+                with refused(410) as error:
+                    desk.ask("set_reward", key, reward=1, **named)
+                told = str(error.value)
+                assert f"session {first['session_id']}: is over (rejected: superseded)" in told
+                assert f"Its key's session is {second['session_id']} now" in told
+                assert "end a session with /rl/end_session before" in told
+    desk.sessions.open_slot()  # the restart forgot them
+    stranger = desk.start()
+    for named in ({"session_id": first["session_id"]}, {"conversation_id": "chat-1"}):
+        with refused(404):
+            desk.ask("set_reward", stranger["api_key"], reward=1, **named)
+    with refused(404):
+        desk.ask("set_reward", ADMIN_KEY, reward=1, interaction_id="chatcmpl-unheard-of")
+
+
 def test_a_fixed_key_gives_up_no_session_for_one_that_may_not_start(desk):
     first = desk.start(api_key=FIXED_KEY)
     second = desk.ask("start", task_id="t", api_key=FIXED_KEY)
