@@ -30,7 +30,7 @@ from tests.support.whole_runs import (
     until_step,
 )
 
-DEMO_STEPS = 20
+DEMO_STEPS = 14
 STEPS = 8
 OBJECTIVES = {
     "ppo": ["objective.kind=ppo", "critic={optimizer: {lr: 0.001}}"],
