@@ -192,7 +192,8 @@ class LiveProgress:
         if counts:
             table.add_row(Text("now", style="dim"), Text(counts))
         quiet_s = self._clock() - self._changed_at
-        if quiet_s >= self._quiet_s:
+        has_steps = self._history is not None and self._history.header.total_steps
+        if has_steps and quiet_s >= self._quiet_s:
             text = f"nothing finished for {duration_text(quiet_s)}; the run goes on"
             table.add_row(Text("quiet", style="yellow"), Text(text))
         return table
