@@ -86,6 +86,7 @@ async def start_rl(
         step=begin.step,
         version=begin.version,
         deadlines=recipe.deadlines,
+        groups_s=recipe.deadlines.groups_limit_s(is_online=recipe.parts.serves),
         telemetry=recipe.telemetry,
         admission=admission,
         tasks=_tasks(graph, records.event),

@@ -133,7 +133,7 @@ def evaluate(
 
 @app.command()
 def resume(run: Run, overrides: Overrides = None, fileroot: Fileroot = "runs") -> None:
-    """Go on with a run from its last checkpoint."""
+    """Go on with a run from its last checkpoint, or from its beginning where it has none."""
     from areal_ray.recipe import load_recipe
     from areal_ray.run_folder import RECIPE_FILE, find_run
 
@@ -175,7 +175,10 @@ def plan(recipe: RecipeFile, overrides: Overrides = None) -> None:
     if planned.problems:
         _complain("\n".join(planned.problems))
         raise typer.Exit(2)
-    print("ready: areal-ray train " + shlex.join([str(recipe), *(overrides or ())]))
+    for line in planned.held:
+        _complain(f"taken now: {line}")
+    ready = "ready once that is free" if planned.held else "ready"
+    print(f"{ready}: areal-ray train " + shlex.join([str(recipe), *(overrides or ())]))
 
 
 @app.command()

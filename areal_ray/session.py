@@ -24,6 +24,7 @@ from areal_ray.assembly import (
     start_rl,
     start_sft,
 )
+from areal_ray.beginning import record_beginning
 from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, prefer, serve, train
@@ -238,9 +239,10 @@ class Session:
         records = self._open_records(begin, ledger)
         run, self.gateway = await _start_rl(graph, records, self._waits, ledger)
         run.stopping, self._state = self._stopping_event(), run
+        record_beginning(self.recipe, begin, run.state_dict())
         self._begin(run.steps, begin)
         records.begin()
-        if begin.checkpoint:
+        if begin.is_resumed:
             journal.append(resumption(begin.step, begin.version))
         try:
             await train(run)
@@ -258,6 +260,7 @@ class Session:
         """Kinds without rollouts: `start` spawns their learners, `loop` trains them."""
         run = await start(graph, self._open_records(begin, None), self._waits)
         run.stopping, self._state = self._stopping_event(), run
+        record_beginning(self.recipe, begin, run.state_dict())
         self._begin(run.steps, begin)
         run.records.begin()
         await loop(run)
@@ -358,7 +361,7 @@ def _metric_log(recipe: Recipe, begin: StartPoint) -> MetricLog:
     return open_metric_log(
         recipe.folder,
         recipe.telemetry,
-        resume_step=begin.step if begin.checkpoint else None,
+        resume_step=begin.last_row if begin.is_resumed else None,
         extra_sinks=sinks,
     )
 
