@@ -164,6 +164,8 @@ class ServingRun:
 class Run(LearnerRun):
     """A run with rollouts: kind rl, online or distill."""
 
+    groups_s: float | None
+    """How long a step may wait for its groups; None = as long as it takes."""
     admission: AdmissionConfig
     tasks: TaskStream | SlotStream
     gate: AdmissionGate

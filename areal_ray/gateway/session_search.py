@@ -9,11 +9,12 @@ from typing import Any
 
 from areal_ray.gateway.call import CallError
 from areal_ray.gateway.conversation_names import hashed_name
-from areal_ray.gateway.fields import read_text, refuse
+from areal_ray.gateway.fields import read_text, refuse, shown
 from areal_ray.gateway.keys import Scope
 from areal_ray.gateway.session_book import PastSession
 from areal_ray.gateway.session_state import Session, SessionGroup
 from areal_ray.gateway.sessions import Caller, Sessions, no_session, session_over
+from areal_ray.telemetry.terminal import is_one_line
 
 _MOST_TEXT = 512
 _REPLY_PREFIX = re.compile("[a-z]+[-_]")
@@ -38,6 +39,9 @@ class SessionRequest:
         text = read_text(self.body, name)
         if len(text) > _MOST_TEXT or (is_needed and not text):
             refuse(name, f"has {len(text)} characters; must have {int(is_needed)} to {_MOST_TEXT}")
+        # They are names, which journals, exports and other people's tools show again.
+        if not is_one_line(text):
+            refuse(name, f"is {shown(text)}; must be one line without control characters")
         return text
 
     @property

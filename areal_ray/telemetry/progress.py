@@ -16,6 +16,7 @@ from areal_ray.telemetry.closing import closing_lines
 from areal_ray.telemetry.history import RunHistory
 from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.summary import Summary
+from areal_ray.telemetry.terminal import printable
 from areal_ray.telemetry.views import (
     EvalView,
     Header,
@@ -144,7 +145,7 @@ class LineProgress:
 
     def _say(self, line: str) -> None:
         with self._lock:
-            self._stream.write(line + "\n")
+            self._stream.write(printable(line) + "\n")
             self._stream.flush()
             self._said_at = self._clock()
             self._quiet_s = self._heartbeat_s

@@ -188,6 +188,17 @@ def test_a_reward_for_nothing_or_of_nothing_is_refused(desk, body, status):
     desk.ask("set_reward", started["api_key"], reward=1)
 
 
+@pytest.mark.parametrize("evil", ["\x1b]0;owned\x07", "a\nb", "\x9b2J", "\u202eb"])
+def test_names_that_a_terminal_would_obey_are_refused_at_the_door(desk, evil):
+    for field in ("task_id", "request_id", "api_key", "model"):
+        with refused(400):
+            desk.start(**{field: evil})
+    started = desk.start()
+    for field in ("session_id", "conversation_id", "interaction_id", "request_id"):
+        with refused(400):
+            desk.ask("set_reward", started["api_key"], reward=1, **{field: evil})
+
+
 def test_late_feedback_finds_its_session_by_reply_or_by_the_clients_own_name_for_it(desk):
     one, two = desk.start(), desk.start()
     reply = desk.call(one["api_key"], x_conversation_id="ticket-1", thread_id="shared")
