@@ -330,7 +330,7 @@ async def _all_loaded(
                     f"{limit_s:g}. Raise it if the model is large"
                 )
             if passed_s >= _TOLD_EVERY_S:
-                tell(f"{passed_s:.0f} s since the start: loading are {', '.join(late)}")
+                tell(f"{passed_s:.0f} s since the start: still loading: {', '.join(late)}")
             await asyncio.wait(
                 [tasks[name] for name in late],
                 timeout=min(_TOLD_EVERY_S, limit_s - passed_s),

@@ -157,6 +157,11 @@ def demo(
 
     clone = Path(__file__).resolve().parents[1]
     here = recipe if recipe.exists() else clone / recipe
+    if recipe == DEMO_RECIPE and not here.exists():
+        raise RecipeError(
+            f"demo: there is no {recipe} here; it comes with the repository, not with the package. "
+            "Run it in a clone"
+        )
     _go(load_recipe(here, overrides or ()), overwrite=True, resume=False, print_config=False)
 
 
@@ -178,7 +183,8 @@ def plan(recipe: RecipeFile, overrides: Overrides = None) -> None:
     for line in planned.held:
         _complain(f"taken now: {line}")
     ready = "ready once that is free" if planned.held else "ready"
-    say(f"{ready}: areal-ray train " + shlex.join([str(recipe), *(overrides or ())]))
+    verb = "serve" if loaded.parts.serves else "train"
+    say(f"{ready}: areal-ray {verb} " + shlex.join([str(recipe), *(overrides or ())]))
 
 
 @app.command()

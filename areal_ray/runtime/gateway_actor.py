@@ -125,11 +125,11 @@ class GatewayActor:
             created_s=int(time.time()),
             limits=_edge_limits(config),
         )
-        self._app = (
-            make_app(self._service)
-            if self._sessions is None
-            else make_sessions_app(self._service, self._sessions)
-        )
+        if terms is None or self._sessions is None:
+            self._app = make_app(self._service)
+        else:
+            least = terms.least_rewarded
+            self._app = make_sessions_app(self._service, self._sessions, least_siblings=least)
         self._server: GatewayServer | None = None
         self._opening, self._has_left = asyncio.Lock(), False
         self._url = ""
