@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from areal_ray.gateway.upstream_config import UpstreamConfig
 from tests.support.gateway import TOOL, Gateway, serving
+from tests.support.providers import answering, refusal, stream_of
 from tests.support.scripted_sampler import Said
 from tests.support.sessions import ADMIN_KEY, HELLO, Replica, serve_replica, serving_sessions
 
@@ -161,34 +161,6 @@ def test_a_client_that_leaves_ends_the_call_at_the_provider(tmp_path):
         assert ENDLESS.startswith(turn["reply"]["content"] or "nothing came")
 
     run(tmp_path, [Said(ENDLESS, pause_s=0.01, hangs=True)], test)
-
-
-@asynccontextmanager
-async def answering(reply: bytes) -> AsyncGenerator[str, None]:
-    """A provider that says the same to all, and hangs up."""
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(reply)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-def stream_of(*chunks: bytes) -> bytes:
-    """An event stream of these data."""
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
-    return head + b"".join(b"data: " + chunk + b"\n\n" for chunk in chunks)
-
-
-def refusal(status: str, message: str, *headers: str) -> bytes:
-    """A whole answer that is an error."""
-    body = json.dumps({"error": {"message": message}})
-    head = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers, "", body]
-    return "\r\n".join(head).encode()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -19,6 +19,14 @@ GATE = (
     "bounds.gate={max_drop: 0.2}",
 )
 
+FAR = (
+    "steps=3",
+    "reference.path=null",
+    "objective.kl={kl_ctl: 0.000001, estimator: k3, where: loss}",
+    "bounds.max_kl_nats=0.0000001",
+    "learner.optimizer.lr=0.01",
+)
+
 
 def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Of the checkpoint after a step."""
@@ -73,15 +81,7 @@ def test_refusals_in_a_row_end_the_run_with_the_reason(runs: Runs) -> None:
 @pytest.mark.extended
 def test_weights_too_far_from_the_starting_model_are_left_for_those_before(runs: Runs) -> None:
     """What step 1 made is found to be too far off by step 2, which so goes back to the start."""
-    summary = runs.run(
-        "far",
-        *KEEP_ALL[:2],
-        "steps=3",
-        "reference.path=null",
-        "objective.kl={kl_ctl: 0.000001, estimator: k3, where: loss}",
-        "bounds.max_kl_nats=0.0000001",
-        "learner.optimizer.lr=0.01",
-    )
+    summary = runs.run("far", *KEEP_ALL[:2], *FAR)
     folder = runs.folder / "far"
     assert (summary.outcome, summary.version) == ("finished", 3)
     begun = load_file(runs.folder / "tiny/model.safetensors")
@@ -91,3 +91,82 @@ def test_weights_too_far_from_the_starting_model_are_left_for_those_before(runs:
     ledger = (folder / "journal/ledger.jsonl").read_text(encoding="utf-8").splitlines()
     undone = [e for e in map(json.loads, ledger) if e["event"] == "rolled_back"]
     assert [(e["step"], e["to"]) for e in undone] == [(2, 0)]
+
+
+LORA = ("model.lora={rank: 4, alpha: 16}", "learner.optimizer.lr=0.02")
+RANKS = ("learner.ranks=2", "learner.engine={kind: fsdp}")
+BY_WAY = {
+    "store": ("weights.transport=object_store",),
+    "disk": ("weights.transport=disk",),
+    "ranks": RANKS,
+    "adapters": LORA,
+    "adapters-disk": (*LORA, "weights.transport=disk"),
+    "ranks-adapters": (*RANKS, *LORA),
+}
+
+
+def trained_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """What was trained of the checkpoint after a step: the adapters, where there are some."""
+    kept = folder / f"checkpoints/step-{step:06d}"
+    adapters = kept / "adapter/adapter_model.safetensors"
+    return load_file(adapters if adapters.is_file() else kept / "model.safetensors")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", BY_WAY)
+def test_whatever_way_weights_travel_what_is_refused_reaches_no_rollout(
+    runs: Runs, way: str
+) -> None:
+    name = f"falls-{way}"
+    how = ("steps=4", "reward.args.versions=[2]", *BY_WAY[way])
+    summary = runs.run(name, *KEEP_ALL, *GATE, *how)
+    folder = runs.folder / name
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", 4, 4)
+    assert_books_balance(folder)
+    assert are_equal(trained_at(folder, 2), trained_at(folder, 1))
+    assert not are_equal(trained_at(folder, 3), trained_at(folder, 2))
+    assert "step 2: what it made is not promoted: held-out accuracy is 0.000" in events_of(folder)
+    # The rollouts sample as the learner's restored weights do, under the refused version's number.
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
+    assert [row["bounds/refused_versions"] for row in rows] == [0, 1, 0, 0]
+    assert max(abs(row["mismatch/kl_nats"]) for row in rows if row["mismatch/fresh_tokens"]) < 1e-6
+    assert (summary.publish.count, summary.publish.differing) == (4, 0)
+    assert read_lineage(folder, 2).record.restored == 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["store", "ranks"])
+def test_too_far_from_the_reference_goes_back_whatever_way_weights_travel(
+    runs: Runs, way: str
+) -> None:
+    name = f"far-{way}"
+    summary = runs.run(name, *KEEP_ALL[:2], *FAR, *BY_WAY[way])
+    folder = runs.folder / name
+    assert (summary.outcome, summary.version) == ("finished", 3)
+    begun = load_file(runs.folder / "tiny/model.safetensors")
+    assert not are_equal(trained_at(folder, 1), begun)
+    assert are_equal(trained_at(folder, 2), begun)
+
+
+@pytest.mark.extended
+def test_a_step_waits_until_enough_sessions_have_a_reward(runs: Runs) -> None:
+    """Groups of 4 with 1 or 2 rewards each: 4 groups a step would be there long before 12."""
+    run = runs.run(
+        "rewarded",
+        "steps=3",
+        "reward.score=tests.support.digits:sometimes",
+        "admission.min_scored_samples=1",
+        "admission.max_head_offpolicyness=4",
+        "bounds.min_rewarded_sessions=12",
+    )
+    assert (run.outcome, run.steps) == ("finished", 3)
+    ledger = (runs.folder / "rewarded/journal/ledger.jsonl").read_text(encoding="utf-8")
+    events = [json.loads(line) for line in ledger.splitlines()]
+    given = {
+        event["group"]: sum(reward is not None for reward in event["rewards"])
+        for event in events
+        if event["event"] == "committed"
+    }
+    steps = [event["groups"] for event in events if event["event"] == "trained"]
+    assert all(sum(given[group] for group in groups) >= 12 for groups in steps)
+    assert any(len(groups) > 4 for groups in steps)

@@ -2,12 +2,17 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from areal_ray.core.journal import read_ledger
+from tests.support.command_line import clean_environment, command
 from tests.support.whole_runs import (
+    ROOT,
     Runs,
     assert_books_balance,
     episodes_of,
@@ -134,3 +139,42 @@ class Listener:
 
     def __getattr__(self, name: str):
         return lambda *args, **fields: None
+
+
+FSDP = ("learner.engine={kind: fsdp}", "learner.ranks=2")
+TORCH = ("learner.engine={kind: torch}", "learner.ranks=1")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("before", "after"), [(FSDP, TORCH), (TORCH, FSDP)], ids=["fsdp-torch", "torch-fsdp"]
+)
+def test_a_run_is_resumed_with_another_train_engine_and_takes_the_step_that_its_own_would_have(
+    runs: Runs, before: tuple[str, ...], after: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    """By `areal-ray resume`, as when a run moves to another machine."""
+    name = request.node.callspec.id
+    assert runs.run(name, *FIXED, "steps=3", *before).steps == 3
+    folder, same = runs.folder / name, runs.folder / f"{name}-same"
+    shutil.copytree(folder, same)
+    assert runs.run(same.name, *FIXED, "steps=4", *before, resume=True).steps == 4
+    words = command("resume", name, "steps=4", *after, "--fileroot", str(runs.folder))
+    done = subprocess.run(
+        words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps_of(folder) == steps_of(same) == [1, 2, 3, 4]
+    assert trained_tasks(folder) == trained_tasks(same)
+    assert (runs.folder / name / "recipe.yaml").read_text().count(after[0].partition(" ")[2][:-1])
+    third, here, there = weights_of(folder, 3), weights_of(folder, 4), weights_of(same, 4)
+    moved = max((here[key] - third[key]).abs().max() for key in third)
+    apart = max((here[key] - there[key]).abs().max() for key in third)
+    assert moved > 1e-4
+    assert apart < 1e-5
+    (state,) = (folder / "checkpoints/step-000004").glob("*.pt")
+    assert torch.load(state, weights_only=True)["steps_taken"] == 4
+
+
+def weights_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Of the checkpoint after a step."""
+    return load_file(folder / f"checkpoints/step-{step:06d}/model.safetensors")

@@ -1,14 +1,9 @@
 """`areal-ray serve inference` as a user starts it: real SDKs, and Ctrl-C."""
 
 import os
-import re
 import signal
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,40 +11,16 @@ import openai
 import pytest
 
 from areal_ray.run_listing import describe_run
-from tests.support.command_line import ROOT, clean_environment, command, descendants, is_alive
+from tests.support.command_line import descendants, is_alive
 from tests.support.gateway import TOOL
 from tests.support.sdk_clients import SHOWS_ALL
+from tests.support.served import Served, serving
 from tests.support.tiny_models import write_tiny_model
 
 HELLO: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
 PRINTED = dict.fromkeys(range(3, 97), 50)
 """Letters and digits alone: each token of a reply is text that can be shown, none ends it."""
 ASKED: dict[str, Any] = {"model": "any", "messages": HELLO, "max_tokens": 24}
-
-
-@dataclass
-class Served:
-    """A server that was started, and what it has said."""
-
-    child: "subprocess.Popen[str]"
-    fileroot: Path
-    lines: list[str] = field(default_factory=list)
-
-    def told(self, name: str) -> str:
-        """What follows a word at the beginning of a line, once it is there."""
-        end = time.monotonic() + 200
-        while True:
-            said = "".join(self.lines)
-            if found := re.search(rf"^{name} +(\S+)$", said, re.MULTILINE):
-                return found[1]
-            assert self.child.poll() is None, said
-            assert time.monotonic() < end, said
-            time.sleep(0.1)
-
-    def read(self) -> None:
-        """Take in all that it says."""
-        assert self.child.stdout is not None
-        self.lines += self.child.stdout
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +33,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         f"rollout.sampling.logit_bias={PRINTED}",
         "cluster.num_cpus=2",
     )
-    environment = clean_environment()
-    environment.pop("AREAL_RAY_API_KEY", None)
-    child = subprocess.Popen(
-        command("serve", "inference", str(model), f"cluster.fileroot={folder}", *words),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    made = Served(child, folder)
-    reader = threading.Thread(target=made.read, daemon=True)
-    reader.start()
-    try:
+    with serving("inference", str(model), *words, fileroot=folder) as made:
         yield made
-    finally:
-        child.kill()
-        reader.join(30)
 
 
 @pytest.mark.timeout(400)
@@ -116,7 +71,7 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
         assert len(warm) > 1
         cold = {ask(**ASKED, temperature=0, seed=s).choices[0].message.content for s in range(3)}
         assert cold == {plain.choices[0].message.content}
-        assert client.models.list().data[0].id == str(served.fileroot / "model")
+        assert client.models.list().data[0].id == str(served.folder.parent / "model")
         _check_held_to_a_schema(client)
     with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as other:
         with other.messages.stream(**ASKED, extra_body={"temperature": 0}) as stream:
@@ -126,7 +81,7 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.chat.completions.create(**ASKED)
 
-    folder = served.fileroot / "inference"
+    folder = served.folder
     end = time.monotonic() + 30
     while f"gateway-0 {url}, 0 calls" not in describe_run(folder):
         assert time.monotonic() < end, describe_run(folder)

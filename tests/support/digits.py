@@ -94,6 +94,12 @@ def falls(task: Task, trajectory: Any, versions: tuple[int, ...] = ()) -> float:
     return float(not set(versions) & set(trajectory.versions[trajectory.loss_mask].tolist()))
 
 
+def sometimes(task: Task, trajectory: Any) -> float | None:
+    """As `parity`, or no verdict: by the first token, about half of them."""
+    first = int(trajectory.token_ids[trajectory.loss_mask][0])
+    return parity(task, trajectory) if first % 2 else None
+
+
 def exact(task: Task, trajectory: Any) -> float:
     """1 for the digit that was asked for."""
     return float(trajectory.final_text.strip() == task.answer)

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_ray.core.journal import read_ledger
+from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.session_journal import SessionJournal
+from areal_ray.gateway.sessions import Sessions, SessionsConfig
+from areal_ray.gateway.template import ChatTemplate
 from tests.support.whole_runs import PATIENCE_S, ROOT
 
 RECIPE = ROOT / "recipes/online/calculator.yaml"
@@ -71,3 +75,20 @@ def sessions_trained(folder: Path) -> list[str]:
         elif event["event"] == "trained":
             found += [session for group in event["groups"] for session in of_group[group]]
     return found
+
+
+def unaccounted(folder: Path, model: Path, sessions: list[str]) -> set[str]:
+    """Of these sessions, those that were neither trained nor rejected with a reason, and that no
+    gateway's journal holds either."""
+    template = ChatTemplate.from_folder(str(model))
+    known: set[str] = set()
+    for name in {path.name.split("-")[1] for path in folder.glob("journal/sessions-*.seg")}:
+        held = Sessions(
+            SessionsConfig(),
+            lambda: Recorder(template),
+            SessionJournal(folder / "journal", name),
+            admin_key_hash=b"",
+        )
+        known |= {*held.book.sessions, *(n for n, past in held.book.past.items() if past.reason)}
+        held.close()
+    return set(sessions) - known - set(sessions_trained(folder))
