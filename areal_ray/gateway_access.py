@@ -5,7 +5,10 @@ made for the run. It is in this process and in its clients' hands alone: actors,
 lists have its hash or nothing.
 """
 
+import errno
 import os
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,6 +20,8 @@ from areal_ray.recipe import Recipe
 
 ADMIN_KEY = "AREAL_RAY_ADMIN_KEY"
 """Environment variable that gives the admin key."""
+_LAST_PORT = 65_535
+_TAKEN_S = 3.0
 API_KEY = "AREAL_RAY_API_KEY"
 """The same for the key that clients of kind inference send."""
 
@@ -85,3 +90,51 @@ def gateway_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.gateway.structured_output == "on" and lacking:
         yield f"gateway.structured_output: is on, but {lacking}"
     yield from parser_problems(recipe.gateway.tool_parser, where="gateway")
+    yield from _address_problems(recipe)
+
+
+def _address_problems(recipe: Recipe) -> Iterator[str]:
+    gateway, cluster = recipe.gateway, recipe.cluster
+    last = gateway.port + gateway.replicas - 1
+    if gateway.port and last > _LAST_PORT:
+        yield (
+            f"gateway.port: is {gateway.port} with {gateway.replicas} replicas, the last of which "
+            f"would take {last}; must be at most {1 + _LAST_PORT - gateway.replicas}. Lower it."
+        )
+        return
+    if recipe.scheduler.type != "local" or cluster.address or os.environ.get("RAY_ADDRESS"):
+        return  # the gateway may be on another machine
+    ports = range(gateway.port, last + 1) if gateway.port else (0,)
+    for port in ports:
+        try:
+            _try_address(gateway.host, port)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            yield (
+                f"gateway.host, gateway.port: {gateway.host}:{port} cannot be listened on: "
+                f"{reason}. Choose another port, or 0 for any, or an address of this machine."
+            )
+            return
+
+
+def _try_address(host: str, port: int) -> None:
+    """Listen there for a moment.
+
+    Waits for: a gateway that is about to end, where a run is resumed at once.
+
+    Raises:
+        OSError: It cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    end_s = time.monotonic() + _TAKEN_S
+    while True:
+        with socket.socket(family, socket.SOCK_STREAM) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                bound.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > end_s:
+                    raise
+            else:
+                return
+        time.sleep(0.1)

@@ -29,15 +29,19 @@ settings.register_profile(
 settings.load_profile("tests")
 
 LONG_FILES = (
-    *("integration/test_objectives_learn.py", "integration/test_group_signals.py"),
+    *("integration/test_objectives_learn.py", "chaos/test_run_failures.py"),
     *("chaos/test_run_kills.py", "integration/test_vllm_generation.py"),
-    *("chaos/test_run_failures.py", "integration/test_train_conformance.py"),
-    *("integration/test_recipes_smoke.py", "integration/test_train_conformance_deepspeed.py"),
-    *("integration/test_command_line.py", "integration/test_ray_jobs.py"),
-    *("integration/test_run_resume.py", "integration/test_vllm_lora.py"),
-    *("chaos/test_publish_schedules.py", "integration/test_publish_transports.py"),
-    *("integration/test_run_lora.py", "integration/test_learner_ranks.py"),
-    *("integration/test_scaling.py",),
+    *("integration/test_run_resume.py", "integration/test_run_ranks.py"),
+    *("integration/test_recipes_smoke.py", "integration/test_scaling.py"),
+    *("integration/test_group_signals.py", "integration/test_command_line.py"),
+    *("integration/test_ray_jobs.py", "integration/test_run_handle.py"),
+    *("integration/test_train_conformance.py", "integration/test_run_staleness.py"),
+    *("chaos/test_engine_deaths.py", "chaos/test_gateway_kills.py"),
+    *("integration/test_run_distillation.py", "integration/test_loop_failures.py"),
+    *("integration/test_train_conformance_deepspeed.py", "integration/test_run_lora.py"),
+    *("integration/test_publish_transports.py", "integration/test_learner_ranks.py"),
+    *("chaos/test_publish_schedules.py", "integration/test_vllm_lora.py"),
+    *("integration/test_sglang_generation.py", "integration/test_run_bounds.py"),
 )
 """The longest first; each takes half a minute or more on two cores."""
 

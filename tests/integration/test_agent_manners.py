@@ -154,7 +154,8 @@ def test_claude_codes_title_main_line_sub_agent_and_compaction_under_one_key_are
 
 
 STREAMS = """
-import json, sys, urllib.request
+import json, signal, sys, urllib.request
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 body = json.loads(sys.argv[2])
 request = urllib.request.Request(sys.argv[1], json.dumps(body).encode(), {"x-api-key": "key"})
 for line in urllib.request.urlopen(request):

@@ -1,5 +1,7 @@
 """kind: online: what a recipe of it needs, refuses and gets."""
 
+import socket
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,29 @@ def test_a_weak_admin_key_is_refused_before_anything_starts_and_none_is_ever_sho
     assert "secret" not in repr(access)
     monkeypatch.delenv("AREAL_RAY_ADMIN_KEY")
     assert "ar_secret-secret-secret" in access.lines()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("gateway.host=300.1.1.1", "300.1.1.1:0 cannot be listened on"),
+        ("gateway.host=192.0.2.7", "192.0.2.7:0 cannot be listened on"),  # of no machine
+        ("gateway={port: 65530, replicas: 10}", "must be at most 65526"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_told_before_anything_starts(override, said):
+    (told,) = gateway_problems(load_recipe(RECIPE, [override]))
+    assert told.startswith("gateway.")
+    assert said in told
+
+
+def test_a_port_that_is_taken_is_told_and_one_that_is_free_soon_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (told,) = gateway_problems(load_recipe(RECIPE, [f"gateway.port={port}"]))
+        assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in told
+        threading.Timer(0.3, taken.close).start()
+        assert not list(gateway_problems(load_recipe(RECIPE, [f"gateway.port={port}"])))
 
 
 def test_slots_have_no_end_and_no_name_comes_twice_over_a_resumption():
