@@ -30,7 +30,7 @@ from tests.support.whole_runs import (
     until_step,
 )
 
-DEMO_STEPS = 20
+DEMO_STEPS = 14
 STEPS = 8
 OBJECTIVES = {
     "ppo": ["objective.kind=ppo", "critic={optimizer: {lr: 0.001}}"],
@@ -53,6 +53,7 @@ TRAIN_ENGINES = {
     ],
 }
 RECIPES_CLIP = ["objective.eps_clip=null", "objective.eps_clip_higher=null"]
+ONLINE_PROGRAMS = {"openai_agent": ("--groups", "40"), "anthropic_agent": ()}
 PATIENCE_S = 500.0
 REFUSALS = ("num_refused", "num_failed", "num_gone", "num_defects")
 
@@ -110,7 +111,7 @@ def test_the_demo_learns_online_from_a_program_on_either_sdk(runs: Runs, program
     named = f"name=learn-{program}"
     handle = launch(ROOT / "recipes/online/calculator.yaml", [*overrides, constant, named])
     log = runs.folder / f"{program}.jsonl"
-    with program_at(handle, log, program):
+    with program_at(handle, log, program, *ONLINE_PROGRAMS[program]):
         until_step(handle, steps - 1, PATIENCE_S)
         seen = health_of(handle)
         summary = handle.wait(PATIENCE_S)

@@ -44,6 +44,7 @@ def _made(folder: Path, capacity: Capacity) -> GenerationEngine:
     return VllmGenerationEngine(folder, config)
 
 
+@pytest.mark.extended
 def test_a_tied_head_follows_the_embedding_that_is_swapped_in(tmp_path: Path) -> None:
     # A vocabulary that vLLM pads. The conformance suite's heads are not tied.
     folder = write_tiny_model(tmp_path / "a", seed=1, vocab_size=407)
