@@ -47,12 +47,13 @@ PROGRAM = ("--groups", "4", "--group-size", "2")
 
 
 def online(runs: Runs, name: str, *overrides: str, **how: Any) -> Any:
-    """A small online run over the tiny model."""
+    """A small online run over the tiny model, in which no session gets too old to train."""
     words = [
         f"name={name}",
         f"cluster.fileroot={runs.folder}",
         f"model={{path: {runs.folder}/tiny}}",
-        "admission={groups_per_step: 2, n_samples: 2, min_scored_samples: 1}",
+        "admission={groups_per_step: 2, n_samples: 2, min_scored_samples: 1, "
+        "max_head_offpolicyness: unlimited, max_concurrent_rollouts: 6}",
         "gateway.sessions.idle_timeout_s=300",
         "learner.ppo_n_minibatches=1",
         "checkpoint.every_steps=1",
@@ -182,7 +183,7 @@ def test_gateways_of_an_online_run_come_and_go_and_agents_keep_their_url(runs: R
 
 @pytest.mark.extended
 def test_a_resumed_run_takes_up_the_sessions_of_gateways_that_it_has_no_more(runs: Runs) -> None:
-    handle = online(runs, "fewer", "steps=40", "gateway.replicas=2")
+    handle = online(runs, "fewer", "steps=2000", "gateway.replicas=2")
     log = runs.folder / "fewer-sessions.jsonl"
     access = handle.wait_for_gateway(PATIENCE_S)
     with agent_program(handle, log, *PROGRAM):
@@ -192,19 +193,43 @@ def test_a_resumed_run_takes_up_the_sessions_of_gateways_that_it_has_no_more(run
         finish(access.urls[1], kept[0], reward=1.0)
         handle.stop()
         done = handle.wait(PATIENCE_S).steps
-    again = online(runs, "fewer", f"steps={done + 4}", "gateway.replicas=1", resume=True)
+    is_over, statuses = threading.Event(), []
+    asking = threading.Thread(target=_ask_on, args=(access.urls[0], kept[1], is_over, statuses))
+    asking.start()  # an agent that goes on with its session at a gateway that passes it on
+    again = online(runs, "fewer", f"steps={done + 6}", "gateway.replicas=1", resume=True)
     try:
-        access = again.wait_for_gateway(PATIENCE_S)
-        assert len(access.urls) == 1
-        finish(access.url, kept[1], reward=1.0) if len(kept) > 1 else None
+        found = again.wait_for_gateway(PATIENCE_S)
+        assert found.urls == access.urls[:1]
+        until(lambda: 200 in statuses, "a reply")
+        is_over.set()
+        asking.join(PATIENCE_S)
+        finish(found.url, kept[1], reward=1.0)
         with agent_program(again, log, *PROGRAM):
             summary = again.wait(PATIENCE_S)
     finally:
+        is_over.set()
         again.stop()
-    assert (summary.outcome, summary.steps) == ("finished", done + 4)
+    assert set(statuses) <= {_NOBODY, 200, 503}, statuses
+    assert (summary.outcome, summary.steps) == ("finished", done + 6)
     assert_books_balance(again.folder, resumed=True)
     assert not unaccounted(again.folder, runs.folder / "tiny", acknowledged(log))
-    assert kept[0]["session_id"] in sessions_trained(again.folder)
+    assert {one["session_id"] for one in kept} <= set(sessions_trained(again.folder))
+
+
+_NOBODY = 0
+"""In place of a status: nobody listened, or the connection broke."""
+
+
+def _ask_on(url: str, session: dict[str, str], is_over: threading.Event, seen: list[int]) -> None:
+    """Call the model again and again; `seen` gets the statuses."""
+    key, body = {"authorization": f"Bearer {session['api_key']}"}, {"model": "m", "messages": HELLO}
+    while not is_over.wait(0.05):
+        try:
+            reply = httpx.post(f"{url}/v1/chat/completions", headers=key, json=body, timeout=60)
+        except httpx.TransportError:
+            seen.append(_NOBODY)
+        else:
+            seen.append(reply.status_code)
 
 
 @contextmanager
