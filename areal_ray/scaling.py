@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from areal_ray.actors import ActorGraph
+from areal_ray.actors import ActorGraph, layout_of
 from areal_ray.control import Requests
 from areal_ray.core.storage import replace_text
 from areal_ray.errors import ArealRayError
@@ -181,7 +181,7 @@ def scalable(
             graph.reward_arguments,
             bundles=_single(rewards.role, recipe.scoring.num_cpus),
         )
-    graph.elastic = ElasticFleets(fleets, recipe.deadlines)
+    graph.elastic = ElasticFleets(fleets, recipe.deadlines, layout_of(recipe))
     return graph.elastic
 
 

@@ -19,7 +19,14 @@ from areal_ray.errors import ArealRayError, DeadlineExceeded, PlacementError
 from areal_ray.runtime.cluster import cluster_nodes
 from areal_ray.runtime.fleet import Fleet, Seat, call, unheard
 from areal_ray.runtime.last_words import forget
-from areal_ray.runtime.placement import Bundle, Layout, Reservation, give_back, reserve
+from areal_ray.runtime.placement import (
+    Bundle,
+    Layout,
+    Reservation,
+    check_supply,
+    give_back,
+    reserve,
+)
 from areal_ray.runtime.run_config import DeadlinesConfig
 
 
@@ -195,10 +202,14 @@ class ElasticFleets:
     Args:
         fleets: By role.
         deadlines: Of the run.
+        base: What the run has had since its beginning.
     """
 
-    def __init__(self, fleets: Mapping[str, ElasticFleet], deadlines: DeadlinesConfig) -> None:
+    def __init__(
+        self, fleets: Mapping[str, ElasticFleet], deadlines: DeadlinesConfig, base: Layout
+    ) -> None:
         self._fleets = dict(fleets)
+        self._base = base
         self._placement_s = deadlines.placement_s
         self._held: list[Reservation] = []
         self._is_released = False
@@ -224,10 +235,12 @@ class ElasticFleets:
         }
         if not groups:
             return
+        nodes = cluster_nodes()
+        check_supply(Layout.of({**self._base.groups, **groups}), nodes)
         reservation = await asyncio.to_thread(
             reserve,
             Layout.of(groups),
-            cluster_nodes(),
+            nodes,
             deadline_s=self._placement_s,
             check=self._check,
         )

@@ -2,15 +2,28 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal_ray import launch
 from areal_ray.errors import PromotionRefused
 from areal_ray.run_listing import read_lineage
 from areal_ray.telemetry.rows import read_rows
-from tests.support.whole_runs import Runs, assert_books_balance, episodes_of, events_of
+from recipes.online.sessions import finish, start, tell
+from tests.support.online import RECIPE as ONLINE
+from tests.support.online import told
+from tests.support.whole_runs import (
+    PATIENCE_S,
+    Runs,
+    assert_books_balance,
+    episodes_of,
+    events_of,
+    steps_of,
+    until,
+)
 
 KEEP_ALL = ("checkpoint.every_steps=1", "checkpoint.keep=9", "evaluation.before=false")
 GATE = (
@@ -150,23 +163,38 @@ def test_too_far_from_the_reference_goes_back_whatever_way_weights_travel(
 
 @pytest.mark.extended
 def test_a_step_waits_until_enough_sessions_have_a_reward(runs: Runs) -> None:
-    """Groups of 4 with 1 or 2 rewards each: 4 groups a step would be there long before 12."""
-    run = runs.run(
-        "rewarded",
-        "steps=3",
-        "reward.score=tests.support.digits:sometimes",
-        "admission.min_scored_samples=1",
-        "admission.max_head_offpolicyness=4",
-        "bounds.min_rewarded_sessions=12",
+    """Each group has all that a step needs but the number of rewards."""
+    handle = launch(
+        ONLINE,
+        [
+            "name=rewarded",
+            f"cluster.fileroot={runs.folder}",
+            f"model={{path: {runs.folder}/tiny}}",
+            "steps=1",
+            "admission={groups_per_step: 1, n_samples: 2, min_scored_samples: 1}",
+            "bounds.min_rewarded_sessions=3",
+            "gateway.sessions.feedback_timeout_s=0",
+            "learner.ppo_n_minibatches=1",
+            "telemetry.console=off",
+        ],
     )
-    assert (run.outcome, run.steps) == ("finished", 3)
-    ledger = (runs.folder / "rewarded/journal/ledger.jsonl").read_text(encoding="utf-8")
-    events = [json.loads(line) for line in ledger.splitlines()]
-    given = {
-        event["group"]: sum(reward is not None for reward in event["rewards"])
-        for event in events
-        if event["event"] == "committed"
-    }
-    steps = [event["groups"] for event in events if event["event"] == "trained"]
-    assert all(sum(given[group] for group in groups) >= 12 for groups in steps)
-    assert any(len(groups) > 4 for groups in steps)
+    try:
+        access = handle.wait_for_gateway(PATIENCE_S)
+        for lacking in ("1 of 1 groups and 3", "0 of 1 groups and 2", "0 of 1 groups and 1"):
+            until(lambda text=lacking: text in _awaited(handle), lacking)
+            assert steps_of(handle.folder) == []
+            one, other = start(access.url, access.admin_key, lacking, group_size=2)
+            assert told(access.url, one)
+            assert told(access.url, other)
+            finish(access.url, one, reward=1.0)
+            tell(access.url, "end_session", other["api_key"], {})
+        assert handle.wait(PATIENCE_S).outcome == "finished"
+    finally:
+        handle.stop()
+    assert_books_balance(handle.folder)
+    assert read_lineage(handle.folder, 1).record.groups[0].rewards == (1.0, None)
+
+
+def _awaited(handle: Any) -> str:
+    """What the learner waits for."""
+    return str(handle.status().status.get("waits", {}).get("learner"))

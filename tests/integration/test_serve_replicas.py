@@ -21,10 +21,13 @@ from areal_ray.errors import PlacementError
 from areal_ray.recipe import parse_recipe
 from recipes.online.sessions import finish, start
 from tests.support.online import (
+    HELLO,
     RECIPE,
     acknowledged,
     agent_program,
+    client_of,
     sessions_trained,
+    told,
     unaccounted,
 )
 from tests.support.whole_runs import (
@@ -39,7 +42,6 @@ from tests.support.whole_runs import (
     until_step,
 )
 
-HELLO: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
 PRINTED = dict.fromkeys(range(3, 97), 50)
 """Letters and digits alone, and no end: a reply is as long as it may be."""
 LONG = ("rollout.engine.max_context_tokens=1024", "rollout.sampling.max_new_tokens=800")
@@ -65,16 +67,6 @@ def online(runs: Runs, name: str, *overrides: str, **how: Any) -> Any:
 def home_of(session: dict[str, str]) -> int:
     """Number of the gateway that a session belongs to."""
     return int(session["session_id"].split("-")[1])
-
-
-def told(url: str, session: dict[str, str], *, stream: bool = False) -> str:
-    """The reply to one call with OpenAI's SDK."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=session["api_key"], max_retries=8) as client:
-        ask = client.chat.completions.create
-        if not stream:
-            return str(ask(model="m", messages=HELLO).choices[0].message.content)
-        chunks = ask(model="m", messages=HELLO, stream=True)
-        return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
 
 def owners(folder: Path) -> dict[str, set[str]]:
@@ -130,7 +122,7 @@ def test_two_gateways_share_their_sessions_and_the_death_of_one_loses_none(runs:
 
 def _breaks(url: str, session: dict[str, str], run: str, victim: int) -> bool:
     """Whether a stream was still under way when the gateway behind it was killed."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=session["api_key"], max_retries=8) as client:
+    with client_of(url, session) as client:
         chunks = client.chat.completions.create(model="m", messages=HELLO, stream=True)
         next(chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content)
         os.kill(pid_of(run, f"gateway-{victim}"), signal.SIGKILL)
