@@ -102,6 +102,7 @@ def test_rollouts_come_with_the_committed_version_and_go_and_nothing_is_lost(run
     assert max(seen) <= 2
 
 
+@pytest.mark.extended
 def test_an_agent_actor_that_restarts_knows_the_replicas_that_came_since(runs: Runs) -> None:
     handle = runs.start("known", "steps=300", *SLOW)
     try:
