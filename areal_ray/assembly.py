@@ -181,7 +181,8 @@ def _serving(
     if not recipe.parts.serves:
         return None
     assert recipe.admission is not None
-    GatewayList.of(recipe.gateway.replicas).write(Path(graph.journal))
+    folder = Path(graph.journal)
+    GatewayList.anew(folder, recipe.gateway.replicas).write(folder)
     return graph.gateway_arguments(
         rollouts,
         key_hash=admin_key_hash,
@@ -372,6 +373,6 @@ def ledger_of(recipe: Recipe) -> tuple[Ledger, LedgerJournal]:
 
 def _queue(recipe: Recipe, admission: AdmissionConfig) -> TrajectoryQueue[Any]:
     # Everything in flight may end at once, beside what a step has just left over.
-    capacity = 2 * admission.concurrent_groups + admission.groups_per_step
+    capacity = admission.unconsumed_groups
     least = recipe.bounds.min_rewarded_sessions
     return TrajectoryQueue(admission, capacity=capacity, least_rewarded=least)

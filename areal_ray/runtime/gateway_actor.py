@@ -30,7 +30,7 @@ from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.server import GatewayServer
 from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_routes import make_sessions_app
-from areal_ray.gateway.sessions import Sessions
+from areal_ray.gateway.sessions import Sessions, SlotWithdrawn
 from areal_ray.gateway.structured import StructuredOutput
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.gateway.upstream import Upstreams
@@ -152,15 +152,19 @@ class GatewayActor:
         """
         async with self._opening:
             if self._server is None and not self._has_left:
+                self._look_around()  # whose calls are whose, before the first one comes
                 self._url = await self._listen()
                 if self._address is not None:
                     with writing(self._folder):
                         self._folder.mkdir(parents=True, exist_ok=True)
                     replace_text(self._address, self._url)
+        self._look_around()
+        return self._url
+
+    def _look_around(self) -> None:
         if self._sessions is not None:
             known = GatewayList.read(self._folder, self._config.replicas)
             self._peers = known.peers(self._folder)
-        return self._url
 
     async def health(self) -> GatewayHealth:
         """How it does; one that was restarted listens again from the first such question on."""
@@ -177,14 +181,15 @@ class GatewayActor:
             sessions=None if self._sessions is None else self._sessions.counts(),
         )
 
-    async def serve_group(self, group_id: str) -> tuple[GroupSummary, bytes]:
+    async def serve_group(self, group_id: str) -> tuple[GroupSummary | None, bytes]:
         """Have agents start one more group of sessions, unless one is there already; the oldest.
 
         Args:
             group_id: The lease's.
 
         Returns:
-            The summary, and the group as `core.trajectory.encode_group` writes it.
+            The summary, and the group as `core.trajectory.encode_group` writes it. None and
+            nothing where it leaves, and no group that was begun is left.
         """
         sessions, terms = self._sessions, self._terms
         assert sessions is not None
@@ -202,6 +207,8 @@ class GatewayActor:
                     f"{count} of the group's sessions have a reward; admission asks for "
                     f"{terms.least_rewarded}",
                 )
+        except SlotWithdrawn:  # no error: Ray would show each payload's that nobody fetches
+            return None, b""
         finally:
             sessions.close_slot()
         return as_group(ready, group_id, has_reward_function=terms.has_reward_function)

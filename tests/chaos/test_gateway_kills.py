@@ -11,14 +11,16 @@ from openai import OpenAI
 
 from areal_ray import launch
 from areal_ray.core.journal import read_ledger
-from areal_ray.gateway.recorder import Recorder
-from areal_ray.gateway.session_journal import SessionJournal
-from areal_ray.gateway.sessions import Sessions, SessionsConfig
-from areal_ray.gateway.template import ChatTemplate
 from recipes.online.sessions import finish
 from recipes.online.sessions import start as start_sessions
 from tests.support.command_line import descendants, is_alive
-from tests.support.online import RECIPE, acknowledged, agent_program, sessions_trained
+from tests.support.online import (
+    RECIPE,
+    acknowledged,
+    agent_program,
+    sessions_trained,
+    unaccounted,
+)
 from tests.support.served import Served, commanded, serving
 from tests.support.tiny_models import write_tiny_model
 from tests.support.whole_runs import (
@@ -53,21 +55,6 @@ def start(runs: Runs, name: str, *overrides: str, **how: Any) -> Any:
         ],
         **how,
     )
-
-
-def unaccounted(folder: Path, model: Path, sessions: list[str]) -> set[str]:
-    """Of these sessions, those that were neither trained nor rejected with a reason, and that the
-    gateway's journal does not hold either."""
-    template = ChatTemplate.from_folder(str(model))
-    held = Sessions(
-        SessionsConfig(),
-        lambda: Recorder(template),
-        SessionJournal(folder / "journal", "0"),
-        admin_key_hash=b"",
-    )
-    known = set(held.book.sessions) | {name for name, past in held.book.past.items() if past.reason}
-    held.close()
-    return set(sessions) - known - set(sessions_trained(folder))
 
 
 def test_no_sealed_session_is_lost_or_trained_twice_whoever_is_killed(runs: Runs) -> None:
