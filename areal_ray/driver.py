@@ -223,7 +223,7 @@ async def look(run: Run | ServingRun) -> str:
     run.records.returned(seen.returns)
     run.records.fleet(seen.reading)
     sizes = {} if run.scaling is None else run.scaling.sizes()
-    run.records.status(run.counts(), run.services(seen), sizes)
+    run.records.status(run.counts(seen), run.services(seen), sizes)
     return redact(seen.gone, run.secrets)
 
 

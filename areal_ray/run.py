@@ -149,9 +149,12 @@ class ServingRun:
         with suppress(ArealRayError):  # one that is dead has none
             await self.gateways.broadcast("close")
 
-    def counts(self) -> dict[str, int]:
-        """Nothing is queued here."""
-        return {}
+    def counts(self, seen: Look) -> dict[str, int]:
+        """Turns of the calls under way."""
+        reading = seen.reading
+        if reading is None:
+            return {}
+        return {"turns running": reading.running, "turns waiting": reading.waiting}
 
     def services(self, seen: Look) -> dict[str, dict[str, str]]:
         """How the actors do, by service."""
@@ -257,7 +260,7 @@ class Run(LearnerRun):
         if every and (self.step % every == 0 or self.step in (1, self.steps)):
             self.agents.dump([ticket.ref for ticket in tickets[:groups]], self.step)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, _: Look) -> dict[str, int]:
         """What is where, for the display."""
         return {
             "groups running": self.gate.num_running,

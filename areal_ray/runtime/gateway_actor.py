@@ -78,7 +78,7 @@ class GatewayHealth:
     @property
     def told(self) -> str:
         """On one line, for `areal-ray status`."""
-        calls = f"{self.url}, {self.num_open} calls"
+        calls = f"{self.url}, {self.num_calls} calls, {self.num_open} under way"
         if self.sessions is None:
             return calls
         held = self.sessions

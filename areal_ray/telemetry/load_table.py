@@ -22,7 +22,8 @@ class LoadTable:
 def print_load(shown: LoadTable, stream: TextIO) -> None:
     """Draw it."""
     console = Console(file=stream, highlight=False)
-    table = Table(title=shown.title, title_justify="left")
+    console.print(shown.title, soft_wrap=True, markup=False)
+    table = Table()
     table.add_column("")
     for name in ("p50", "p95", "p99"):
         table.add_column(f"{name}, ms", justify="right")
@@ -32,4 +33,4 @@ def print_load(shown: LoadTable, stream: TextIO) -> None:
     for name, text in shown.facts.items():
         console.print(f"{name:<20} {text}")
     for kind, count in shown.errors.items():
-        console.print(f"error: {kind:<13} {count:,}")
+        console.print(f"error: {count:,} x {kind}", soft_wrap=True, markup=False)

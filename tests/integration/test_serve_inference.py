@@ -1,6 +1,7 @@
 """`areal-ray serve inference` as a user starts it: real SDKs, and Ctrl-C."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -83,7 +84,8 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
 
     folder = served.folder
     end = time.monotonic() + 30
-    while f"gateway-0 {url}, 0 calls" not in describe_run(folder):
+    answered = re.compile(rf"gateway-0 {url}, [1-9]\d* calls, 0 under way\n")
+    while not answered.search(describe_run(folder)):
         assert time.monotonic() < end, describe_run(folder)
         time.sleep(0.2)
     assert "rollout-0 version 0" in describe_run(folder)
