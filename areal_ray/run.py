@@ -259,7 +259,7 @@ class Run(LearnerRun):
         if every and (self.step % every == 0 or self.step in (1, self.steps)):
             self.agents.dump([ticket.ref for ticket in tickets[:groups]], self.step)
 
-    def counts(self, seen: Look) -> dict[str, int]:
+    def counts(self, _: Look) -> dict[str, int]:
         """What is where, for the display."""
         return {
             "groups running": self.gate.num_running,

@@ -25,7 +25,8 @@ class LoadTable:
 def print_load(shown: LoadTable, stream: TextIO) -> None:
     """Draw it."""
     console = Console(file=stream, highlight=False)
-    table = Table(title=Text(printable(shown.title)), title_justify="left")
+    console.print(Text(printable(shown.title)), soft_wrap=True)
+    table = Table()
     table.add_column("")
     for name in ("p50", "p95", "p99"):
         table.add_column(f"{name}, ms", justify="right")
@@ -35,4 +36,4 @@ def print_load(shown: LoadTable, stream: TextIO) -> None:
     for name, text in shown.facts.items():
         console.print(Text(printable(f"{name:<20} {text}")))
     for kind, count in shown.errors.items():
-        console.print(Text(printable(f"error: {kind:<13} {count:,}")))
+        console.print(Text(printable(f"error: {count:,} x {kind}")), soft_wrap=True)
