@@ -74,8 +74,7 @@ async def start_rl(
     sync = SyncService(sync_handle, patience_s=recipe.deadlines.start_s, tell=records.event)
     evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
     await _load(graph, sync_handle, learners, rollouts)
-    tracker = Tracker()
-    admission = recipe.admission
+    tracker, admission = Tracker(), recipe.admission
     service = _agent_service(graph, agents, tracker)
     fleets = Services(rollouts=rollouts, agents=agents, rewards=rewards, sync=sync)
     elastic = scalable(graph, fleets.of(service), serving, records.event)
@@ -86,6 +85,7 @@ async def start_rl(
         step=begin.step,
         version=begin.version,
         deadlines=recipe.deadlines,
+        groups_s=recipe.deadlines.groups_limit_s(is_online=recipe.parts.serves),
         telemetry=recipe.telemetry,
         admission=admission,
         tasks=_tasks(graph, records.event),
@@ -181,7 +181,8 @@ def _serving(
     if not recipe.parts.serves:
         return None
     assert recipe.admission is not None
-    GatewayList.of(recipe.gateway.replicas).write(Path(graph.journal))
+    folder = Path(graph.journal)
+    GatewayList.anew(folder, recipe.gateway.replicas).write(folder)
     return graph.gateway_arguments(
         rollouts,
         key_hash=admin_key_hash,
@@ -372,6 +373,6 @@ def ledger_of(recipe: Recipe) -> tuple[Ledger, LedgerJournal]:
 
 def _queue(recipe: Recipe, admission: AdmissionConfig) -> TrajectoryQueue[Any]:
     # Everything in flight may end at once, beside what a step has just left over.
-    capacity = 2 * admission.concurrent_groups + admission.groups_per_step
+    capacity = admission.unconsumed_groups
     least = recipe.bounds.min_rewarded_sessions
     return TrajectoryQueue(admission, capacity=capacity, least_rewarded=least)

@@ -10,8 +10,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from areal_ray.core.storage import replace_text, writing
+from areal_ray.core.yaml_tree import read_tree, untyped
 from areal_ray.errors import ArealRayError, DeadlineExceeded, PlacementError, RecipeError
-from areal_ray.run_folder import read_status
+from areal_ray.kinds import parts_of
+from areal_ray.run_folder import RECIPE_FILE, read_status
 
 SCALABLE = ("agent", "gateway", "reward", "rollout")
 """Roles whose actors may come and go; not every kind of run has each."""
@@ -26,7 +28,7 @@ def read_sizes(words: Sequence[str]) -> dict[str, int]:
     """Role -> count, from words such as `agent=8`.
 
     Raises:
-        RecipeError: No such role can be scaled, or the count is none.
+        RecipeError: No such role can be scaled, the count is none, or a role has two.
     """
     sizes: dict[str, int] = {}
     for word in words:
@@ -41,6 +43,8 @@ def read_sizes(words: Sequence[str]) -> dict[str, int]:
             raise RecipeError(
                 f"scale: {word!r}: must read {role}=COUNT, COUNT a whole number from 1 to {_MOST}."
             )
+        if role in sizes:
+            raise RecipeError(f"scale: {role} is given twice; must be given once.")
         sizes[role] = int(count)
     return sizes
 
@@ -63,6 +67,7 @@ def ask_to_scale(folder: Path, sizes: Mapping[str, int], *, patience_s: float) -
     """
     if not read_status(folder).is_running:
         raise RecipeError(f"run {folder.name}: does not go on; nothing was scaled.")
+    _check_kind(folder)
     name = uuid4().hex
     asked, answered = (folder / _FOLDER / (name + end) for end in (_ASKED, _ANSWERED))
     with writing(asked):
@@ -86,6 +91,18 @@ def ask_to_scale(folder: Path, sizes: Mapping[str, int], *, patience_s: float) -
     if "error" in told:
         raise PlacementError(told["error"])
     return told["done"]
+
+
+def _check_kind(folder: Path) -> None:
+    """Refuse for a run that looks for no requests."""
+    recipe = read_tree((folder / RECIPE_FILE).read_text(encoding="utf-8"), RECIPE_FILE)
+    told = untyped(recipe)
+    kind = told.get("kind", "rl")
+    if parts_of(kind, has_sft=told.get("sft") is not None).loop not in ("train", "serve"):
+        raise RecipeError(
+            f"run {folder.name}: kind: {kind} has no actors that can be scaled while it goes on; "
+            "nothing was scaled."
+        )
 
 
 class Requests:

@@ -185,15 +185,16 @@ def _bounds_problems(recipe: Any) -> Iterator[str]:
     if admission is None or not bounds.min_rewarded_sessions:
         return
     ahead = admission.max_head_offpolicyness
+    groups = admission.unconsumed_groups
     if isinstance(ahead, int):
         groups = (ahead + 1) * admission.groups_per_step
-        most = groups * admission.scored_samples_needed
-        if bounds.min_rewarded_sessions > most:
-            yield (
-                f"bounds.min_rewarded_sessions: is {bounds.min_rewarded_sessions}; must be at most "
-                f"{most}, what {groups} groups are sure to have, which is all that may wait. Lower "
-                "it, or raise admission.groups_per_step or min_scored_samples."
-            )
+    most = groups * admission.scored_samples_needed
+    if bounds.min_rewarded_sessions > most:
+        yield (
+            f"bounds.min_rewarded_sessions: is {bounds.min_rewarded_sessions}; must be at most "
+            f"{most}, what {groups} groups are sure to have, which is all that may wait. Lower "
+            "it, or raise admission.groups_per_step or min_scored_samples."
+        )
 
 
 def _distill_problems(recipe: Any) -> Iterator[str]:

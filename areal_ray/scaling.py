@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from areal_ray.actors import ActorGraph
+from areal_ray.actors import ActorGraph, layout_of
 from areal_ray.control import Requests
 from areal_ray.core.storage import replace_text
 from areal_ray.errors import ArealRayError
@@ -89,21 +89,29 @@ class Scaling:
     async def _scale(self, name: str, sizes: Mapping[str, int]) -> None:
         async with self._turn:
             try:
-                self._check(sizes)
-                await self._fleets.make_room(sizes)
-            except ArealRayError as error:
-                self._refuse(name, f"scale: nothing was changed: {error}")
-                return
-            try:
-                done = [await self._resize(role, count) for role, count in sizes.items()]
+                done = await self._carried_out(sizes)
             except ArealRayError as error:
                 self._refuse(name, str(error))
-                return
-            finally:
-                for role in sizes:
-                    self._fleets[role].give_back_unused()
-            self._note(sizes)
-        self._requests.answer(name, done=", ".join(done))
+            except Exception as error:  # a defect: who asked hears of it, and the run goes on
+                self._refuse(name, f"scale: {type(error).__name__}: {error}")
+                raise
+            else:
+                self._requests.answer(name, done=done)
+
+    async def _carried_out(self, sizes: Mapping[str, int]) -> str:
+        """What was done."""
+        try:
+            self._check(sizes)
+            await self._fleets.make_room(sizes)
+        except ArealRayError as error:
+            raise type(error)(f"scale: nothing was changed: {error}") from error
+        try:
+            done = [await self._resize(role, count) for role, count in sizes.items()]
+        finally:
+            for role in sizes:
+                self._fleets[role].give_back_unused()
+        self._note(sizes)
+        return ", ".join(done)
 
     async def _resize(self, role: str, count: int) -> str:
         elastic = self._fleets[role]
@@ -173,7 +181,7 @@ def scalable(
             graph.reward_arguments,
             bundles=_single(rewards.role, recipe.scoring.num_cpus),
         )
-    graph.elastic = ElasticFleets(fleets, recipe.deadlines)
+    graph.elastic = ElasticFleets(fleets, recipe.deadlines, layout_of(recipe))
     return graph.elastic
 
 

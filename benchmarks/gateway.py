@@ -9,6 +9,7 @@ share the machine's cores, and the client costs as much as the server.
 *Added*: a call by HTTP less the same turn awaited of the sampler directly, one at a time, in turns,
 with a record that stays open; *first token* likewise. Processor time is that of the gateway's
 process, over what it answered: it says what an idle machine would bear where this one is busy.
+A thousand streams that begin at once are measured five times, the median round is told.
 Sessions: resident memory of 2,000 records of two turns each, over their number.
 """
 
@@ -53,6 +54,11 @@ class Loaded:
     def cpu_ms(self) -> float:
         """Of the gateway's process, a request."""
         return 1000 * self.server_cpu_s / max(1, self.report.num_answered)
+
+
+def chunks_per_s(load: Loaded) -> float:
+    """Streamed pieces that reached the client, a second."""
+    return load.report.num_pieces / load.report.seconds
 
 
 def ask_from_outside(plan: LoadPlan) -> LoadReport:
@@ -184,7 +190,7 @@ def cells(load: Loaded) -> list[str]:
         f"{report.num_answered:,}",
         f"{sum(report.errors.values()):,}",
         f"{report.requests_per_s:,.0f}",
-        f"{report.num_pieces / report.seconds:,.0f}",
+        f"{chunks_per_s(load):,.0f}",
         f"{first.p50:,.1f}" if first else "-",
         f"{whole.p50:,.1f}" if whole else "-",
         f"{whole.p99:,.1f}" if whole else "-",
@@ -204,7 +210,11 @@ async def measure(quick: bool, rounds: int) -> tuple[str, dict[str, Any]]:
         loads.append(await loaded(pool, "streams, 32 at a time", Said(TEXT), plain))
         many = {"num_requests": STREAMS, "concurrency": STREAMS}
         paced = Said(TEXT, pause_s=0.05)
-        loads.append(await loaded(pool, "1,000 streams at once", paced, many))
+        repeated = 1 if quick else 5  # each takes seconds, and what begins at once varies most
+        all_at_once = [
+            await loaded(pool, "1,000 streams at once", paced, many) for _ in range(repeated)
+        ]
+        loads.append(sorted(all_at_once, key=chunks_per_s)[repeated // 2])
     found = await alone(rounds)
     middle = {name: median(times) for name, times in found.items()}
     with ProcessPoolExecutor(1, mp_context=spawned) as pool:

@@ -19,7 +19,8 @@ class AdmissionConfig(Config):
     max_head_offpolicyness: int | Literal["unlimited"] = 2
     """Largest learner version - oldest behaviour version of a consumed group. 0 = synchronous."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
-    """Groups in flight at most. null = as many as max_head_offpolicyness allows."""
+    """Groups in flight at most. null = as many as max_head_offpolicyness allows. Where that is
+    unlimited, twice as many and a step's may be in flight or wait for the learner."""
     at_consumption: Literal["drop", "wait", "mask"] = "drop"
     """A group that would be too old when the learner takes it: drop it, wait so that it never
     gets that old, or mask its old tokens. Holds the bound in every case."""
@@ -78,12 +79,18 @@ class AdmissionConfig(Config):
         assert self.max_head_offpolicyness != UNLIMITED
         return (int(self.max_head_offpolicyness) + 1) * self.groups_per_step
 
+    @property
+    def unconsumed_groups(self) -> int:
+        """Groups that may be in flight or wait for the learner at once."""
+        return 2 * self.concurrent_groups + self.groups_per_step
+
 
 def admissible_groups(version: int, admitted: int, running: int, config: AdmissionConfig) -> int:
     """How many more groups (>= 0) may start now without any becoming too stale to train on.
 
     Group n (from 0) is consumed at version n // groups_per_step, so it is fresh enough while
     n < (version + max_head_offpolicyness + 1) * groups_per_step.  AReaL, arXiv:2505.24298, 5.1.
+    Without such a bound a learner that is slower than the rollouts still holds them up.
 
     Args:
         version: Version the rollout fleet samples from now.
@@ -93,7 +100,8 @@ def admissible_groups(version: int, admitted: int, running: int, config: Admissi
     free = config.concurrent_groups - running
     bound = config.max_head_offpolicyness
     if bound == UNLIMITED:
-        return max(0, free)
+        consumed = version * config.groups_per_step
+        return max(0, min(free, config.unconsumed_groups - (admitted - consumed)))
     return max(0, min(free, (version + int(bound) + 1) * config.groups_per_step - admitted))
 
 

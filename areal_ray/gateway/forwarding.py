@@ -123,7 +123,7 @@ class Forwarding:
         headers: Headers = [one for one in scope["headers"] if one[0] not in _OF_THE_CONNECTION]
         told = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in headers]
         query = scope.get("query_string", b"").decode("latin-1")
-        url = self._sessions.peers().urls[home] + scope["raw_path"].decode("latin-1")
+        url = self._url_of(home) + scope["raw_path"].decode("latin-1")
         return self._client.request(
             scope["method"],
             url + (f"?{query}" if query else ""),
@@ -131,6 +131,12 @@ class Forwarding:
             data=body,
             allow_redirects=False,
         )
+
+    def _url_of(self, home: str) -> str:
+        url = self._sessions.peers().urls.get(home)
+        if url is None:  # while the request was read
+            raise _unavailable(home, "has left")
+        return url
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -144,9 +150,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _unreachable(home: str, error: Exception) -> CallError:
-    return CallError(
-        503,
-        "replica_unavailable",
-        f"gateway {home}: cannot be reached: {error}. Try again",
-        retry_after_s=_RETRY_S,
-    )
+    return _unavailable(home, f"cannot be reached: {error}")
+
+
+def _unavailable(home: str, why: str) -> CallError:
+    told = f"gateway {home}: {why}. Try again"
+    return CallError(503, "replica_unavailable", told, retry_after_s=_RETRY_S)

@@ -19,7 +19,14 @@ from areal_ray.errors import ArealRayError, DeadlineExceeded, PlacementError
 from areal_ray.runtime.cluster import cluster_nodes
 from areal_ray.runtime.fleet import Fleet, Seat, call, unheard
 from areal_ray.runtime.last_words import forget
-from areal_ray.runtime.placement import Bundle, Layout, Reservation, give_back, reserve
+from areal_ray.runtime.placement import (
+    Bundle,
+    Layout,
+    Reservation,
+    check_supply,
+    give_back,
+    reserve,
+)
 from areal_ray.runtime.run_config import DeadlinesConfig
 
 
@@ -33,8 +40,11 @@ class Introductions(Protocol):
             ArealRayError: It cannot be; nobody gives it any.
         """
 
-    async def see_off(self, names: Sequence[str]) -> None:
-        """These are to be given no more; returns once they have ended what they had."""
+    async def dismiss(self, names: Sequence[str]) -> None:
+        """These are to be given no more from now on; whoever gives them any knows it."""
+
+    async def see_off(self, name: str) -> None:
+        """Returns once one that was dismissed has ended what it had."""
 
 
 class ElasticFleet:
@@ -124,9 +134,18 @@ class ElasticFleet:
     async def _remove_in_time(self, names: Sequence[str]) -> None:
         assert self._tell is not None
         try:
-            await self._remove(names)
+            await self._dismiss(names)
         except ArealRayError as error:
             self._tell(f"{', '.join(names)} cannot leave: {error}")
+        else:
+            await asyncio.gather(*(self._end_in_time(name) for name in names))
+
+    async def _end_in_time(self, name: str) -> None:
+        assert self._tell is not None
+        try:
+            await self._end_one(name)
+        except ArealRayError as error:
+            self._tell(f"{name} cannot leave: {error}")
 
     async def _add(self, name: str) -> None:
         seat = self._free.pop()
@@ -151,14 +170,20 @@ class ElasticFleet:
         return f"{self.fleet.role}-{number}"  # never one that was there before
 
     async def _remove(self, names: Sequence[str]) -> None:
+        await self._dismiss(names)
+        await asyncio.gather(*(self._end_one(name) for name in names))
+
+    async def _dismiss(self, names: Sequence[str]) -> None:
         self._going.update(names)
         for name in names:
             self.fleet.leave(name)
         if self._introductions is not None:
-            await self._introductions.see_off(names)
-        await asyncio.gather(*(self._end_one(name) for name in names))
+            await self._introductions.dismiss(names)
 
     async def _end_one(self, name: str) -> None:
+        """Each when it is done: one that has long calls keeps no place for another."""
+        if self._introductions is not None:
+            await self._introductions.see_off(name)
         self._end(await self.fleet.retire(name), self._seats.pop(name))
         self._going.discard(name)
 
@@ -177,10 +202,14 @@ class ElasticFleets:
     Args:
         fleets: By role.
         deadlines: Of the run.
+        base: What the run has had since its beginning.
     """
 
-    def __init__(self, fleets: Mapping[str, ElasticFleet], deadlines: DeadlinesConfig) -> None:
+    def __init__(
+        self, fleets: Mapping[str, ElasticFleet], deadlines: DeadlinesConfig, base: Layout
+    ) -> None:
         self._fleets = dict(fleets)
+        self._base = base
         self._placement_s = deadlines.placement_s
         self._held: list[Reservation] = []
         self._is_released = False
@@ -206,10 +235,12 @@ class ElasticFleets:
         }
         if not groups:
             return
+        nodes = cluster_nodes()
+        check_supply(Layout.of({**self._base.groups, **groups}), nodes)
         reservation = await asyncio.to_thread(
             reserve,
             Layout.of(groups),
-            cluster_nodes(),
+            nodes,
             deadline_s=self._placement_s,
             check=self._check,
         )

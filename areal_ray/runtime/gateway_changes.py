@@ -26,7 +26,7 @@ class GatewayChanges:
         folder: Of the run's journal.
         fleet: All of them.
         service: Of their sessions; None where they serve without.
-        count: That the run began with.
+        count: That the run began with, where the list is not written yet.
         tell: Takes a line for each that comes or goes.
     """
 
@@ -42,7 +42,7 @@ class GatewayChanges:
         self._folder = folder
         self._fleet = fleet
         self._service = service
-        self._list = GatewayList.of(count)
+        self._list = GatewayList.read(folder, count)
         self._tell = tell
 
     async def welcome(self, name: str, handle: Any) -> None:
@@ -51,7 +51,7 @@ class GatewayChanges:
         short = _short(name)
         known = self._list
         gone = tuple(one for one in known.gone if one != short)
-        if short not in known.founders:
+        if short not in (*known.founders, *known.added):
             known = replace(known, added=(*known.added, short))
         await self._write(replace(known, gone=gone))
         await call(name, handle.health.remote())  # it has the list now, too
@@ -59,16 +59,17 @@ class GatewayChanges:
             self._service.join(name, url)
         self._tell(f"{name} listens on {url}")
 
-    async def see_off(self, names: Sequence[str]) -> None:
+    async def dismiss(self, names: Sequence[str]) -> None:
         """See `Introductions`."""
         known = self._list
-        await self._write(replace(known, leaving=(*known.leaving, *map(_short, names))))
-        await asyncio.gather(*(self._see_off(name) for name in names))
+        new = (short for short in map(_short, names) if short not in known.leaving)
+        await self._write(replace(known, leaving=(*known.leaving, *new)))
 
-    async def _see_off(self, name: str) -> None:
+    async def see_off(self, name: str) -> None:
+        """See `Introductions`."""
         if self._service is not None:
             await self._until_empty(name)
-        await self._fleet.submit(name, "finish")
+        await self._ask(name, "finish")
         short, known = _short(name), self._list
         self._list = replace(
             known,
@@ -85,18 +86,21 @@ class GatewayChanges:
         """Until none of its sessions is left, over restarts of it."""
         assert self._service is not None
         while True:
-            try:
-                health = await self._fleet.submit(name, "health")
-            except ActorGone:
-                raise
-            except ActorLost:
-                await asyncio.sleep(_LOOK_S)
-                continue
-            held = health.sessions
+            held = (await self._ask(name, "health")).sessions
             if not held.num_sessions and not self._fleet.num_calls(name):
                 return
             self._service.owes(name, held.num_unserved)
             await asyncio.sleep(_LOOK_S)
+
+    async def _ask(self, name: str, method: str) -> Any:
+        """What a gateway answers, over restarts of it."""
+        while True:
+            try:
+                return await self._fleet.submit(name, method)
+            except ActorGone:
+                raise
+            except ActorLost:
+                await asyncio.sleep(_LOOK_S)
 
     async def _write(self, new: GatewayList, but: str = "") -> None:
         """Have all gateways know the list before anything builds on it."""

@@ -5,7 +5,7 @@ it when it leaves. An address that is there without its gateway is one that may 
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from areal_ray.core.storage import replace_text, writing
@@ -31,6 +31,13 @@ class GatewayList:
     def of(cls, count: int) -> "GatewayList":
         """At a run's beginning."""
         return cls(tuple(map(str, range(count))))
+
+    @classmethod
+    def anew(cls, folder: Path, count: int) -> "GatewayList":
+        """Of a run that begins or goes on with so many. Those that an earlier part of it left
+        behind are named, so that their sessions' calls are told to come again until they listen."""
+        left = tuple(left_behind(folder, count))
+        return replace(cls.of(count), added=left, leaving=left)
 
     @classmethod
     def read(cls, folder: Path, count: int) -> "GatewayList":

@@ -10,6 +10,7 @@ reserve waits for the placement groups; bounded by deadlines.placement_s.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -38,6 +39,8 @@ _PARAM_SYNC_CPUS = 0.1
 _LEAST_CPUS = 0.01  # Ray refuses an empty bundle
 _UNITS = ("num_cpus", "num_gpus")
 _SLACK = 1e-6  # Ray counts in ten-thousandths
+_LOOK_S, _GLANCE_S = 0.2, 0.01
+"""At the first placement group that is waited for, and at each of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,20 @@ def demand_against_supply(layout: Layout, nodes: Sequence[NodeSupply]) -> str:
     )
 
 
+def check_supply(layout: Layout, nodes: Sequence[NodeSupply]) -> None:
+    """Refuse what all nodes together could not hold if nobody else had anything of them.
+
+    Raises:
+        PlacementError: With demand and supply.
+    """
+    for unit in _UNITS:
+        if layout.demand(unit) > sum(getattr(node, unit) for node in nodes) + _SLACK:
+            raise PlacementError(
+                f"placement: the layout {demand_against_supply(layout, nodes)}. Ask for fewer, or "
+                "use a larger cluster."
+            )
+
+
 class Reservation:
     """Placement groups that are held for a run."""
 
@@ -254,7 +271,11 @@ def reserve(
     try:
         while waiting:
             check()
-            waiting = [name for name in waiting if not groups[name].wait(timeout_seconds=0.2)]
+            waiting = [
+                name
+                for name, wait_s in zip(waiting, chain([_LOOK_S], repeat(_GLANCE_S)), strict=False)
+                if not groups[name].wait(timeout_seconds=wait_s)
+            ]
             if waiting and time.monotonic() > end:
                 raise PlacementError(_late(layout, nodes, waiting, deadline_s))
     except BaseException:  # Ctrl-C too: a pending group would block the next run

@@ -47,12 +47,15 @@ class RolloutChanges:
         known = read_replicas(self._key)
         await self._tell({**known, name: self._spawned_name(name)})
 
-    async def see_off(self, names: Sequence[str]) -> None:
-        """See `Introductions`."""
+    async def dismiss(self, names: Sequence[str]) -> None:
+        """See `Introductions`; returns once nothing is under way on them."""
         known = read_replicas(self._key)
         await self._tell({name: one for name, one in known.items() if name not in names})
         if self._sync is not None:
             await self._sync.change_replicas({}, names)
+
+    async def see_off(self, name: str) -> None:
+        """See `Introductions`: it has nothing any more."""
 
     async def _tell(self, replicas: Mapping[str, str]) -> None:
         write_replicas(self._key, replicas)

@@ -21,7 +21,6 @@ from areal_ray.core.ledger import Lease
 from areal_ray.core.summaries import GroupSummary
 from areal_ray.errors import ActorGone, ActorLost
 from areal_ray.gateway.keys import replica_of
-from areal_ray.gateway.sessions import SlotWithdrawn
 from areal_ray.runtime.fleet import Fleet, unheard
 from areal_ray.runtime.gateway_notes import Note
 from areal_ray.runtime.services import Tracker
@@ -95,14 +94,12 @@ class SessionService:
                     made, payload = await self.fleet.submit_payload(
                         member, "serve_group", lease.group_id
                     )
-                except SlotWithdrawn:  # it leaves the run
-                    continue
                 except ActorGone:
                     raise
                 except ActorLost:  # what was sealed there is offered again after its restart
                     await asyncio.sleep(_RETRY_S)
                     continue
-                if self._is_new(made):
+                if made is not None and self._is_new(made):  # None: it leaves the run
                     return made, payload
         finally:
             self._tracker.leave(lease.group_id)
@@ -214,6 +211,7 @@ def ends_of(
             for key, (delivery, (verb, fact)) in list(ends.items()):
                 if verb == "trained" and int(fact) > event["step"]:
                     ends[key] = (delivery, ("hand_back", ""))
+            of_group.clear()  # slots have their names again: what ends from here on is another's
         elif kind == "trained":
             for group in event["groups"]:
                 if group in of_group:

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 
 from areal_ray.agents import Task
@@ -24,8 +23,9 @@ from recipes.calculator.tasks import train
 
 _CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 _ASK_AGAIN_S = 0.2
-_TRIES = 8
-"""After the first: a gateway that restarts is back within seconds."""
+_TRIES = 20
+"""After the first: a gateway that restarts is back within seconds, on a busy machine within half a
+minute."""
 
 
 class Program:
@@ -97,16 +97,17 @@ async def _solve(task: Task, client: openai.AsyncOpenAI) -> str:
 
 
 async def _ask(client: openai.AsyncOpenAI, messages: list[Any]) -> str:
+    asked: dict[str, Any] = {"model": "policy", "messages": messages, "stream": True}
     for again in range(_TRIES + 1):
+        said = ""
+        stream = await client.chat.completions.create(**asked)
         try:
-            said = ""
-            asked: dict[str, Any] = {"model": "policy", "messages": messages, "stream": True}
-            async for chunk in await client.chat.completions.create(**asked):
+            async for chunk in stream:
                 said += chunk.choices[0].delta.content or "" if chunk.choices else ""
             return said
-        except httpx.TransportError as error:  # the SDK does not take up a stream that broke off
+        except openai.APIConnectionError:  # the SDK does not take up a stream that broke off
             if again == _TRIES:
-                raise openai.APIConnectionError(request=error.request) from error
+                raise
             await asyncio.sleep(_ASK_AGAIN_S)
     raise AssertionError("the last try returns or raises")
 

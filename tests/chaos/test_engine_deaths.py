@@ -31,6 +31,7 @@ def server_process(run_name: str) -> int:
     return server_below(ray.get(asked, timeout=60))
 
 
+@pytest.mark.extended
 def test_a_server_that_died_is_told_with_its_cause_and_replaced_and_none_is_left_behind(
     runs: Runs, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ HANG_BOUND_S = TIMEOUT_S + 3.0 + 5.0
 """Deadline, grace, and what a loaded machine adds."""
 
 
-@pytest.fixture(scope="module", params=["memory", "wire"])
+@pytest.fixture(scope="module", params=[pytest.param("memory", marks=pytest.mark.extended), "wire"])
 def crew(ray_session: None, request: pytest.FixtureRequest) -> Iterator[WeightCrew]:
     """Replicas on the learner's node, or as on other nodes."""
     how = {"bucket_bytes": 65536, "shares_memory": request.param == "memory"}

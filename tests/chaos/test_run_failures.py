@@ -136,6 +136,7 @@ def test_one_prompt_that_is_too_long_costs_its_task_and_not_the_run(runs: Runs) 
     assert "context window 128" in reason
 
 
+@pytest.mark.extended
 def test_a_task_that_kills_its_agent_actor_costs_itself_and_not_the_run(runs: Runs) -> None:
     agent = ("agent.run=tests.support.digits:kills_its_actor", "tasks.shuffle=false")
     summary = runs.run("one-exits", *agent, "admission.max_concurrent_rollouts=8")
@@ -158,6 +159,7 @@ def test_an_agent_that_always_kills_its_actor_stops_the_run_with_that_reason(run
     assert assert_books_balance(runs.folder / "all-exit")["trained"] == 0
 
 
+@pytest.mark.extended
 def test_a_full_disk_ends_the_run_in_order_with_the_file_and_the_cause(runs: Runs) -> None:
     handle = runs.start("disk-full", "steps=10000")
     until_step(handle, 3)  # the checkpoint after step 2 is whole

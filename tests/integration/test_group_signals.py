@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("number", "code", "begun", "to_all"),
     [
         pytest.param(signal.SIGTERM, 143, 2, False, marks=pytest.mark.extended),
-        (signal.SIGINT, 130, 2, False),
+        pytest.param(signal.SIGINT, 130, 2, False, marks=pytest.mark.extended),
         pytest.param(signal.SIGTERM, 143, None, False, marks=pytest.mark.extended),
         (signal.SIGTERM, 143, 2, True),
     ],

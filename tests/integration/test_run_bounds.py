@@ -2,21 +2,42 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal_ray import launch
 from areal_ray.errors import PromotionRefused
 from areal_ray.run_listing import read_lineage
 from areal_ray.telemetry.rows import read_rows
-from tests.support.whole_runs import Runs, assert_books_balance, episodes_of, events_of
+from recipes.online.sessions import finish, start, tell
+from tests.support.online import RECIPE as ONLINE
+from tests.support.online import told
+from tests.support.whole_runs import (
+    PATIENCE_S,
+    Runs,
+    assert_books_balance,
+    episodes_of,
+    events_of,
+    steps_of,
+    until,
+)
 
 KEEP_ALL = ("checkpoint.every_steps=1", "checkpoint.keep=9", "evaluation.before=false")
 GATE = (
     "evaluation.tasks.source=tests.support.digits:held_out",
     "reward.score=tests.support.digits:falls",
     "bounds.gate={max_drop: 0.2}",
+)
+
+FAR = (
+    "steps=3",
+    "reference.path=null",
+    "objective.kl={kl_ctl: 0.000001, estimator: k3, where: loss}",
+    "bounds.max_kl_nats=0.0000001",
+    "learner.optimizer.lr=0.01",
 )
 
 
@@ -73,15 +94,7 @@ def test_refusals_in_a_row_end_the_run_with_the_reason(runs: Runs) -> None:
 @pytest.mark.extended
 def test_weights_too_far_from_the_starting_model_are_left_for_those_before(runs: Runs) -> None:
     """What step 1 made is found to be too far off by step 2, which so goes back to the start."""
-    summary = runs.run(
-        "far",
-        *KEEP_ALL[:2],
-        "steps=3",
-        "reference.path=null",
-        "objective.kl={kl_ctl: 0.000001, estimator: k3, where: loss}",
-        "bounds.max_kl_nats=0.0000001",
-        "learner.optimizer.lr=0.01",
-    )
+    summary = runs.run("far", *KEEP_ALL[:2], *FAR)
     folder = runs.folder / "far"
     assert (summary.outcome, summary.version) == ("finished", 3)
     begun = load_file(runs.folder / "tiny/model.safetensors")
@@ -91,3 +104,97 @@ def test_weights_too_far_from_the_starting_model_are_left_for_those_before(runs:
     ledger = (folder / "journal/ledger.jsonl").read_text(encoding="utf-8").splitlines()
     undone = [e for e in map(json.loads, ledger) if e["event"] == "rolled_back"]
     assert [(e["step"], e["to"]) for e in undone] == [(2, 0)]
+
+
+LORA = ("model.lora={rank: 4, alpha: 16}", "learner.optimizer.lr=0.02")
+RANKS = ("learner.ranks=2", "learner.engine={kind: fsdp}")
+BY_WAY = {
+    "store": ("weights.transport=object_store",),
+    "disk": ("weights.transport=disk",),
+    "ranks": RANKS,
+    "adapters": LORA,
+    "adapters-disk": (*LORA, "weights.transport=disk"),
+    "ranks-adapters": (*RANKS, *LORA),
+}
+
+
+def trained_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """What was trained of the checkpoint after a step: the adapters, where there are some."""
+    kept = folder / f"checkpoints/step-{step:06d}"
+    adapters = kept / "adapter/adapter_model.safetensors"
+    return load_file(adapters if adapters.is_file() else kept / "model.safetensors")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", BY_WAY)
+def test_whatever_way_weights_travel_what_is_refused_reaches_no_rollout(
+    runs: Runs, way: str
+) -> None:
+    name = f"falls-{way}"
+    how = ("steps=4", "reward.args.versions=[2]", *BY_WAY[way])
+    summary = runs.run(name, *KEEP_ALL, *GATE, *how)
+    folder = runs.folder / name
+    assert (summary.outcome, summary.steps, summary.version) == ("finished", 4, 4)
+    assert_books_balance(folder)
+    assert are_equal(trained_at(folder, 2), trained_at(folder, 1))
+    assert not are_equal(trained_at(folder, 3), trained_at(folder, 2))
+    assert "step 2: what it made is not promoted: held-out accuracy is 0.000" in events_of(folder)
+    # The rollouts sample as the learner's restored weights do, under the refused version's number.
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
+    assert [row["bounds/refused_versions"] for row in rows] == [0, 1, 0, 0]
+    assert max(abs(row["mismatch/kl_nats"]) for row in rows if row["mismatch/fresh_tokens"]) < 1e-6
+    assert (summary.publish.count, summary.publish.differing) == (4, 0)
+    assert read_lineage(folder, 2).record.restored == 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["store", "ranks"])
+def test_too_far_from_the_reference_goes_back_whatever_way_weights_travel(
+    runs: Runs, way: str
+) -> None:
+    name = f"far-{way}"
+    summary = runs.run(name, *KEEP_ALL[:2], *FAR, *BY_WAY[way])
+    folder = runs.folder / name
+    assert (summary.outcome, summary.version) == ("finished", 3)
+    begun = load_file(runs.folder / "tiny/model.safetensors")
+    assert not are_equal(trained_at(folder, 1), begun)
+    assert are_equal(trained_at(folder, 2), begun)
+
+
+@pytest.mark.extended
+def test_a_step_waits_until_enough_sessions_have_a_reward(runs: Runs) -> None:
+    """Each group has all that a step needs but the number of rewards."""
+    handle = launch(
+        ONLINE,
+        [
+            "name=rewarded",
+            f"cluster.fileroot={runs.folder}",
+            f"model={{path: {runs.folder}/tiny}}",
+            "steps=1",
+            "admission={groups_per_step: 1, n_samples: 2, min_scored_samples: 1}",
+            "bounds.min_rewarded_sessions=3",
+            "gateway.sessions.feedback_timeout_s=0",
+            "learner.ppo_n_minibatches=1",
+            "telemetry.console=off",
+        ],
+    )
+    try:
+        access = handle.wait_for_gateway(PATIENCE_S)
+        for lacking in ("1 of 1 groups and 3", "0 of 1 groups and 2", "0 of 1 groups and 1"):
+            until(lambda text=lacking: text in _awaited(handle), lacking)
+            assert steps_of(handle.folder) == []
+            one, other = start(access.url, access.admin_key, lacking, group_size=2)
+            assert told(access.url, one)
+            assert told(access.url, other)
+            finish(access.url, one, reward=1.0)
+            tell(access.url, "end_session", other["api_key"], {})
+        assert handle.wait(PATIENCE_S).outcome == "finished"
+    finally:
+        handle.stop()
+    assert_books_balance(handle.folder)
+    assert read_lineage(handle.folder, 1).record.groups[0].rewards == (1.0, None)
+
+
+def _awaited(handle: Any) -> str:
+    """What the learner waits for."""
+    return str(handle.status().status.get("waits", {}).get("learner"))

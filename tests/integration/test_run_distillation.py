@@ -87,6 +87,7 @@ def finished(text: str, name: str, folder: Path):
     return summary, [r for r in read_rows(recipe.folder / "metrics.jsonl") if r["kind"] == "step"]
 
 
+@pytest.mark.extended
 def test_on_its_own_answers_the_student_comes_within_five_points_of_its_teacher(models) -> None:
     summary, rows = finished(ON_POLICY + HELD_OUT, "opd", models)
     assert summary.eval.before <= 0.7

@@ -18,6 +18,7 @@ from tests.support.whole_runs import (
 SLOW = "agent.run=tests.support.digits:slow_tool"
 
 
+@pytest.mark.extended
 def test_synchronous_runs_train_on_every_token_at_staleness_0(runs: Runs) -> None:
     summary = runs.run(
         "sync", "admission.max_head_offpolicyness=0", SLOW, "agent.args.longest_s=0.1"

@@ -557,7 +557,11 @@ class EngineConformance:
     # -- weights --------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("policy", ["keep", "recompute", "drain"])
-    @pytest.mark.parametrize("is_paused", [False, True], ids=["running", "paused"])
+    @pytest.mark.parametrize(
+        "is_paused",
+        [False, pytest.param(True, marks=pytest.mark.extended)],
+        ids=["running", "paused"],
+    )
     def test_no_token_carries_the_version_of_weights_that_did_not_sample_it(
         self, bench: Bench, policy: str, is_paused: bool
     ) -> None:

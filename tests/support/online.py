@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from areal_ray.core.journal import read_ledger
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.session_journal import SessionJournal
@@ -18,6 +20,22 @@ from areal_ray.gateway.template import ChatTemplate
 from tests.support.whole_runs import PATIENCE_S, ROOT
 
 RECIPE = ROOT / "recipes/online/calculator.yaml"
+HELLO: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
+
+
+def client_of(url: str, session: dict[str, str]) -> openai.OpenAI:
+    """OpenAI's SDK, that tries again for as long as a gateway's restart takes on a busy machine."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=session["api_key"], max_retries=40)
+
+
+def told(url: str, session: dict[str, str], *, stream: bool = False) -> str:
+    """The reply to one call with OpenAI's SDK."""
+    with client_of(url, session) as client:
+        ask = client.chat.completions.create
+        if not stream:
+            return str(ask(model="m", messages=HELLO).choices[0].message.content)
+        chunks = ask(model="m", messages=HELLO, stream=True)
+        return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
 
 @contextmanager

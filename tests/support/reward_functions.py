@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -40,16 +41,24 @@ def as_said(task: Any, trajectory: Any) -> Any:
     return None if said == "abstain" else {"reward": 1.0, "said": said}
 
 
-def slow(task: Any, trajectory: Any) -> float:
-    """Takes a fifth of a second."""
-    time.sleep(0.2)
+def meets_workers(task: Any, trajectory: Any) -> float:
+    """Waits until four processes are in the folder that the final text names."""
+    folder = Path(trajectory.final_text)
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 4:
+        time.sleep(0.01)
     return 1.0
 
 
-async def slow_async(task: Any, trajectory: Any) -> float:
-    """Waits a tenth of a second, as for a judge's answer."""
-    await asyncio.sleep(0.1)
+async def meets_siblings(task: Any, trajectory: Any) -> float:
+    """Waits, as for a judge's answer, until 16 siblings are being scored."""
+    _inside.append(trajectory.final_text)
+    while len(_inside) < 16:
+        await asyncio.sleep(0.01)
     return float(trajectory.final_text)
+
+
+_inside: list[str] = []
 
 
 async def async_as_said(task: Any, trajectory: Any) -> float:

@@ -54,10 +54,33 @@ def test_a_concurrency_limit_below_the_staleness_bound_holds():
     assert admissible_groups(0, 5, 3, settings_) == 2
 
 
-def test_unlimited_staleness_is_bounded_by_concurrency_alone():
+def test_unlimited_staleness_is_bounded_by_concurrency():
     settings_ = config(bound="unlimited", max_concurrent_rollouts=7)
-    assert admissible_groups(0, 10_000, 3, settings_) == 4
+    assert admissible_groups(100, 403, 3, settings_) == 4
     assert oldest_allowed(50, settings_) == 0
+
+
+@given(
+    batch=st.integers(1, 8),
+    most=st.integers(1, 12),
+    ends=st.lists(st.integers(0, 12), min_size=20, max_size=60),
+)
+def test_rollouts_faster_than_the_learner_never_overfill_its_queue(batch, most, ends):
+    """Of the groups that run some end; the learner takes a step of them every fourth time."""
+    settings_ = config(batch, "unlimited", max_concurrent_rollouts=most)
+    version = admitted = running = queued = 0
+    for turn, end in enumerate(ends):
+        new = admissible_groups(version, admitted, running, settings_)
+        admitted, running = admitted + new, running + new
+        assert running <= most
+        queued, running = queued + min(end, running), running - min(end, running)
+        assert queued + running <= settings_.unconsumed_groups
+        if turn % 4 == 3 and queued >= batch:
+            version, queued = version + 1, queued - batch
+    while queued < batch:  # a step's groups are always to be had
+        new = admissible_groups(version, admitted, running, settings_)
+        assert new + running
+        admitted, queued, running = admitted + new, queued + new + running, 0
 
 
 def test_unlimited_staleness_has_to_be_asked_for_in_words_and_bounded_otherwise():

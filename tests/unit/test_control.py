@@ -43,6 +43,20 @@ def test_a_run_that_does_not_go_on_is_not_scaled(tmp_path, capsys):
     assert "does not go on; nothing was scaled" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["kind: sft\n", "kind: eval\n", "kind: distill\nsft: {}\n"])
+def test_a_run_that_looks_for_no_requests_is_told_at_once(tmp_path, text):
+    held = RunFolder.claim(tmp_path / "run", text)
+    with pytest.raises(RecipeError, match="has no actors that can be scaled while it goes on"):
+        ask_to_scale(held.path, {"agent": 8}, patience_s=60)
+    held.release()
+    assert not (held.path / "control").exists()
+
+
+def test_a_role_is_given_one_count():
+    with pytest.raises(RecipeError, match="agent is given twice"):
+        read_sizes(["agent=2", "rollout=1", "agent=3"])
+
+
 @pytest.mark.parametrize("answer", [{"done": "agent: 1 -> 8"}, {"error": "no room"}])
 def test_a_request_is_seen_once_answered_and_leaves_nothing_behind(tmp_path, answer):
     held = RunFolder.claim(tmp_path / "run", "kind: rl\n")
