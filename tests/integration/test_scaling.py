@@ -140,7 +140,9 @@ def test_an_agent_actor_that_restarts_knows_the_replicas_that_came_since(runs: R
 def test_rollouts_come_and_go_whatever_way_weights_travel(
     runs: Runs, name: str, how: tuple[str, ...]
 ) -> None:
-    handle = runs.start(name, "steps=300", *SLOW, *how)
+    # With the old cache, tokens after a swap would not be those of the new weights alone.
+    anew = "rollout.on_weight_update=recompute"
+    handle = runs.start(name, "steps=300", *SLOW, anew, *how)
     try:
         until_step(handle, 2)
         ask_to_scale(handle.folder, {"rollout": 2}, patience_s=PATIENCE_S)
