@@ -57,6 +57,14 @@ class StartPoint:
     """Folder to restore optimizer and random state from; empty = begin afresh."""
     state: dict[str, Any] = field(default_factory=dict)
     """What the run saved beside it."""
+    is_resumed: bool = False
+    """The run that is in the folder goes on, from its checkpoint or from its beginning."""
+
+    @property
+    def last_row(self) -> int:
+        """Step of the last row that stays: those of a step that is taken again are forgotten. At
+        step 0 the beginning's own is, too, since it is evaluated again; -1 = none stays."""
+        return self.step if self.checkpoint else -1
 
 
 def layout_of(recipe: Recipe) -> Layout:
@@ -322,7 +330,7 @@ async def _all_loaded(
                     f"{limit_s:g}. Raise it if the model is large"
                 )
             if passed_s >= _TOLD_EVERY_S:
-                tell(f"{passed_s:.0f} s since the start: loading are {', '.join(late)}")
+                tell(f"{passed_s:.0f} s since the start: still loading: {', '.join(late)}")
             await asyncio.wait(
                 [tasks[name] for name in late],
                 timeout=min(_TOLD_EVERY_S, limit_s - passed_s),

@@ -74,8 +74,7 @@ async def start_rl(
     sync = SyncService(sync_handle, patience_s=recipe.deadlines.start_s, tell=records.event)
     evaluation = None if rewards is None else _evaluation(graph, rewards, sync, records.event)
     await _load(graph, sync_handle, learners, rollouts)
-    tracker = Tracker()
-    admission = recipe.admission
+    tracker, admission = Tracker(), recipe.admission
     service = _agent_service(graph, agents, tracker)
     fleets = Services(rollouts=rollouts, agents=agents, rewards=rewards, sync=sync)
     elastic = scalable(graph, fleets.of(service), serving, records.event)
@@ -86,6 +85,7 @@ async def start_rl(
         step=begin.step,
         version=begin.version,
         deadlines=recipe.deadlines,
+        groups_s=recipe.deadlines.groups_limit_s(is_online=recipe.parts.serves),
         telemetry=recipe.telemetry,
         admission=admission,
         tasks=_tasks(graph, records.event),

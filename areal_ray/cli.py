@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,6 +18,7 @@ import typer
 
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.telemetry.log import redact, secret_values
+from areal_ray.telemetry.terminal import say
 
 if TYPE_CHECKING:
     from areal_ray.recipe import Recipe
@@ -133,7 +133,7 @@ def evaluate(
 
 @app.command()
 def resume(run: Run, overrides: Overrides = None, fileroot: Fileroot = "runs") -> None:
-    """Go on with a run from its last checkpoint."""
+    """Go on with a run from its last checkpoint, or from its beginning where it has none."""
     from areal_ray.recipe import load_recipe
     from areal_ray.run_folder import RECIPE_FILE, find_run
 
@@ -157,6 +157,11 @@ def demo(
 
     clone = Path(__file__).resolve().parents[1]
     here = recipe if recipe.exists() else clone / recipe
+    if recipe == DEMO_RECIPE and not here.exists():
+        raise RecipeError(
+            f"demo: there is no {recipe} here; it comes with the repository, not with the package. "
+            "Run it in a clone"
+        )
     _go(load_recipe(here, overrides or ()), overwrite=True, resume=False, print_config=False)
 
 
@@ -171,11 +176,15 @@ def plan(recipe: RecipeFile, overrides: Overrides = None) -> None:
     for caution in loaded.cautions:
         _complain(f"caution: {caution}")
     if planned.table:
-        print(planned.table)
+        say(planned.table)
     if planned.problems:
         _complain("\n".join(planned.problems))
         raise typer.Exit(2)
-    print("ready: areal-ray train " + shlex.join([str(recipe), *(overrides or ())]))
+    for line in planned.held:
+        _complain(f"taken now: {line}")
+    ready = "ready once that is free" if planned.held else "ready"
+    verb = "serve" if loaded.parts.serves else "train"
+    say(f"{ready}: areal-ray {verb} " + shlex.join([str(recipe), *(overrides or ())]))
 
 
 @app.command()
@@ -188,9 +197,9 @@ def status(
     from areal_ray.run_listing import describe_run, list_runs
 
     if run is not None:
-        print(describe_run(find_run(run, fileroot)))
+        say(describe_run(find_run(run, fileroot)))
     else:
-        print(list_runs(run_folders(fileroot)) or f"no runs in {fileroot}/")
+        say(list_runs(run_folders(fileroot)) or f"no runs in {fileroot}/")
 
 
 @app.command()
@@ -205,7 +214,7 @@ def scale(
     from areal_ray.run_folder import find_run
 
     asked = read_sizes(sizes)
-    print(ask_to_scale(find_run(run, fileroot), asked, patience_s=patience_s))
+    say(ask_to_scale(find_run(run, fileroot), asked, patience_s=patience_s))
 
 
 @app.command()
@@ -217,8 +226,8 @@ def report(run: Run, fileroot: Fileroot = "runs") -> None:
 
     folder = find_run(run, fileroot)
     path = write_report(folder)
-    print(describe_run(folder))
-    print(f"report   {path}")
+    say(describe_run(folder))
+    say(f"report   {path}")
 
 
 @app.command()
@@ -238,7 +247,7 @@ def lineage(
     folder = newest[0] if newest else find_run(run or "newest", fileroot)
     found = read_lineage(folder, version)
     told = json.dumps({"run": folder.name, **asdict(found)}, indent=2)
-    print(told if as_json else describe_lineage(folder, found))
+    say(told if as_json else describe_lineage(folder, found))
 
 
 @app.command()
@@ -250,10 +259,10 @@ def schema(
 
     text = json.dumps(recipe_schema(), indent=2)
     if output is None:
-        print(text)
+        say(text)
         return
     _write(output, text, "--output")
-    print(f"written: {output}")
+    say(f"written: {output}")
 
 
 @app.command()
@@ -311,7 +320,7 @@ def version() -> None:
     """Print the version."""
     from areal_ray import __version__
 
-    print(f"areal-ray {__version__}")
+    say(f"areal-ray {__version__}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -337,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) -> None:
     if print_config:
-        print(recipe.to_yaml(), end="")
+        say(recipe.to_yaml().removesuffix("\n"))
         return
     from areal_ray.preflight import preflight
 
@@ -348,8 +357,7 @@ def _go(recipe: "Recipe", *, overwrite: bool, resume: bool, print_config: bool) 
 
     with stops_pending():
         handle = launch(recipe, resume=resume, overwrite=overwrite, is_checked=True)
-        show = partial(print, flush=True)
-        raise typer.Exit(follow(handle, tell=show, complain=_complain))
+        raise typer.Exit(follow(handle, tell=say, complain=_complain))
 
 
 def _tell_defect(
@@ -370,7 +378,7 @@ def _write(path: Path, text: str, option: str) -> None:
 
 
 def _complain(text: str) -> None:
-    print(redact(text, secret_values(os.environ)), file=sys.stderr)
+    say(redact(text, secret_values(os.environ)), sys.stderr)
 
 
 if __name__ == "__main__":

@@ -174,8 +174,8 @@ async def hold(run: Run, stats: StepStats) -> StepStats:
 async def take(run: Run) -> list[Ticket[Any]] | None:
     """The groups of one step, or None when stop was asked for. Groups too old for it are dropped
     and their admissions handed back, so that others take their place."""
-    deadline = time.monotonic() + run.deadlines.groups_s
-    while time.monotonic() < deadline:
+    deadline = None if run.groups_s is None else time.monotonic() + run.groups_s
+    while deadline is None or time.monotonic() < deadline:
         with run.waits.waiting("learner", run.describe_wait, metric="time/learner_wait_s"):
             taken = await run.until_stopped(run.queue.take(run.version), deadline)
         if run.stopping.is_set():
@@ -188,7 +188,7 @@ async def take(run: Run) -> list[Ticket[Any]] | None:
         if taken.tickets:
             return taken.tickets
     raise DeadlineExceeded(
-        f"step {run.step + 1}: the learner waited {run.deadlines.groups_s:g} s for "
+        f"step {run.step + 1}: the learner waited {run.groups_s:g} s for "
         f"{run.describe_wait()}. Raise deadlines.groups_s if that is normal"
     )
 
@@ -223,7 +223,7 @@ async def look(run: Run | ServingRun) -> str:
     run.records.returned(seen.returns)
     run.records.fleet(seen.reading)
     sizes = {} if run.scaling is None else run.scaling.sizes()
-    run.records.status(run.counts(), run.services(seen), sizes)
+    run.records.status(run.counts(seen), run.services(seen), sizes)
     return redact(seen.gone, run.secrets)
 
 

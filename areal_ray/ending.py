@@ -49,9 +49,9 @@ def close_records(folder: Path, records: Records | None, begin: StartPoint) -> N
     """
     if records is not None:
         records.close()
-    elif begin.checkpoint:  # as the records would have done, so that all numbers agree
+    elif begin.is_resumed:  # as the records would have done, so that all numbers agree
         with writing(folder / METRICS_FILE):
-            keep_rows_through(folder / METRICS_FILE, begin.step)
+            keep_rows_through(folder / METRICS_FILE, begin.last_row)
 
 
 def summary_of(

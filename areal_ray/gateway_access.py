@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
@@ -94,7 +94,7 @@ def gateway_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _address_problems(recipe: Recipe) -> Iterator[str]:
-    gateway, cluster = recipe.gateway, recipe.cluster
+    gateway = recipe.gateway
     last = gateway.port + gateway.replicas - 1
     if gateway.port and last > _LAST_PORT:
         yield (
@@ -102,39 +102,55 @@ def _address_problems(recipe: Recipe) -> Iterator[str]:
             f"would take {last}; must be at most {1 + _LAST_PORT - gateway.replicas}. Lower it."
         )
         return
-    if recipe.scheduler.type != "local" or cluster.address or os.environ.get("RAY_ADDRESS"):
-        return  # the gateway may be on another machine
-    ports = range(gateway.port, last + 1) if gateway.port else (0,)
-    for port in ports:
-        try:
-            _try_address(gateway.host, port)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            yield (
-                f"gateway.host, gateway.port: {gateway.host}:{port} cannot be listened on: "
-                f"{reason}. Choose another port, or 0 for any, or an address of this machine."
-            )
+    for port in _ports(recipe):
+        told = _refusal(gateway.host, port)
+        if told is not None and told.errno != errno.EADDRINUSE:
+            yield _unheard(gateway.host, port, told)
             return
 
 
-def _try_address(host: str, port: int) -> None:
-    """Listen there for a moment.
+def taken_address(recipe: Recipe, *, patience_s: float = _TAKEN_S) -> Iterator[str]:
+    """What keeps the gateway from listening now, though nothing is wrong with the recipe.
 
-    Waits for: a gateway that is about to end, where a run is resumed at once.
-
-    Raises:
-        OSError: It cannot be had.
+    Waits `patience_s` for: a gateway that is about to end, where a run is resumed at once.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    end_s = time.monotonic() + _TAKEN_S
-    while True:
-        with socket.socket(family, socket.SOCK_STREAM) as bound:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                bound.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > end_s:
-                    raise
-            else:
+    if not recipe.parts.serves:
+        return
+    end_s = time.monotonic() + patience_s
+    for port in _ports(recipe):
+        while (told := _refusal(recipe.gateway.host, port)) is not None:
+            if told.errno != errno.EADDRINUSE:
+                return  # of `gateway_problems`
+            if time.monotonic() >= end_s:
+                yield _unheard(recipe.gateway.host, port, told)
                 return
-        time.sleep(0.1)
+            time.sleep(0.1)
+
+
+def _ports(recipe: Recipe) -> Sequence[int]:
+    """That the gateways are to listen on, where this can be tried; 0 = any."""
+    gateway, cluster = recipe.gateway, recipe.cluster
+    if recipe.scheduler.type != "local" or cluster.address or os.environ.get("RAY_ADDRESS"):
+        return ()  # the gateway may be on another machine
+    last = gateway.port + gateway.replicas - 1
+    return range(gateway.port, min(last, _LAST_PORT) + 1) if gateway.port else (0,)
+
+
+def _unheard(host: str, port: int, error: OSError) -> str:
+    return (
+        f"gateway.host, gateway.port: {host}:{port} cannot be listened on: "
+        f"{error.strerror or error}. Choose another port, or 0 for any, or an address of this "
+        "machine."
+    )
+
+
+def _refusal(host: str, port: int) -> OSError | None:
+    """Listen there for a moment; what the system says against it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            return error
+    return None

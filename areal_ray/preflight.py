@@ -26,7 +26,7 @@ from areal_ray.engines.tensor_styles import split_problems
 from areal_ray.engines.vllm_arguments import parser_problems, vllm_problems
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
-from areal_ray.gateway_access import gateway_problems
+from areal_ray.gateway_access import gateway_problems, taken_address
 from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
 from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
@@ -52,7 +52,7 @@ def preflight(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) 
     Raises:
         RecipeError: all that is wrong, one line each.
     """
-    problems = check_files(recipe)
+    problems = [*check_files(recipe), *taken_address(recipe)]
     told = in_use(recipe.folder)
     if told is None:
         told = _done(recipe) if resume else conflict(recipe.folder, overwrite=overwrite)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal_ray.actors import StartPoint
+from areal_ray.beginning import check_model, read_beginning
 from areal_ray.checkpoint import Checkpoints
 from areal_ray.engines.lora_config import ADAPTER_FOLDER
 from areal_ray.errors import DataError, DeadlineExceeded, RecipeError
@@ -19,11 +20,11 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
 
     Args:
         recipe: What to run.
-        resume: Begin at the checkpoint.
+        resume: Begin at the checkpoint, or at step 0 where the run did not live to write one.
         tell: Takes a line about what was found.
 
     Raises:
-        DataError: There is no checkpoint to resume from.
+        DataError: There is nothing to resume from, or it is not this run's.
     """
     if not resume:
         return StartPoint(absolute_path(recipe.model_path))
@@ -31,10 +32,16 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
     for told in found.skipped:
         tell(told)
     if found.checkpoint is None:
-        raise DataError(
-            f"resume: {recipe.folder} has no whole checkpoint. Start the run anew with "
-            "--overwrite, and checkpoint.every_steps small enough to leave one"
-        )
+        # Damaged ones hold steps whose sessions nobody has any more: step 0 would lose those.
+        beginning = None if found.skipped else read_beginning(recipe.folder)
+        if beginning is None:
+            raise DataError(
+                f"resume: {recipe.folder} has no whole checkpoint. Start the run anew with "
+                "--overwrite, and checkpoint.every_steps small enough to leave one"
+            )
+        check_model(beginning, recipe)
+        tell("resumes at step 0: it ended before its first checkpoint")
+        return StartPoint(absolute_path(recipe.model_path), state=beginning.state, is_resumed=True)
     state = found.checkpoint.state
     version = f", at version {state['version']}" if recipe.parts.has_versions else ""
     tell(f"resumes after step {state['step']}{version}")
@@ -47,6 +54,7 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
         version=int(state["version"]),
         checkpoint=folder,
         state=state,
+        is_resumed=True,
     )
 
 

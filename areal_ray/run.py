@@ -149,9 +149,9 @@ class ServingRun:
         with suppress(ArealRayError):  # one that is dead has none
             await self.gateways.broadcast("close")
 
-    def counts(self) -> dict[str, int]:
-        """Nothing is queued here."""
-        return {}
+    def counts(self, seen: Look) -> dict[str, int]:
+        """What the gateways do, for the display."""
+        return {"calls": seen.num_calls, "under way": seen.num_open}
 
     def services(self, seen: Look) -> dict[str, dict[str, str]]:
         """How the actors do, by service."""
@@ -164,6 +164,8 @@ class ServingRun:
 class Run(LearnerRun):
     """A run with rollouts: kind rl, online or distill."""
 
+    groups_s: float | None
+    """How long a step may wait for its groups; None = as long as it takes."""
     admission: AdmissionConfig
     tasks: TaskStream | SlotStream
     gate: AdmissionGate
@@ -257,7 +259,7 @@ class Run(LearnerRun):
         if every and (self.step % every == 0 or self.step in (1, self.steps)):
             self.agents.dump([ticket.ref for ticket in tickets[:groups]], self.step)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, _: Look) -> dict[str, int]:
         """What is where, for the display."""
         return {
             "groups running": self.gate.num_running,

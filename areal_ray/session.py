@@ -24,6 +24,7 @@ from areal_ray.assembly import (
     start_rl,
     start_sft,
 )
+from areal_ray.beginning import record_beginning
 from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
 from areal_ray.driver import fit, prefer, serve, train
@@ -56,7 +57,6 @@ _GONE_S = 4.0
 """For a closing step after one that never returned: Ray is gone."""
 _LOST = (ActorLost, PublishError, PlacementError)
 """How a run fails whose actors, or whose Ray, went away."""
-
 
 _Loops = Callable[[ActorGraph, StartPoint], Coroutine[Any, Any, None]]
 
@@ -167,8 +167,7 @@ class Session:
             return self._fail(root_cause(error))
         finally:
             if is_mine and self._connection is not None:
-                close = self._connection.close
-                self._endings.take(close, "disconnecting from Ray", _DISCONNECT_S)
+                self._endings.take(self._connection.close, "disconnecting from Ray", _DISCONNECT_S)
 
     def _fail(self, error: BaseException) -> RunOutcome:
         if self._stop_asked and isinstance(error, _LOST):
@@ -238,9 +237,10 @@ class Session:
         records = self._open_records(begin, ledger)
         run, self.gateway = await _start_rl(graph, records, self._waits, ledger)
         run.stopping, self._state = self._stopping_event(), run
+        record_beginning(self.recipe, begin, run.state_dict())
         self._begin(run.steps, begin)
         records.begin()
-        if begin.checkpoint:
+        if begin.is_resumed:
             journal.append(resumption(begin.step, begin.version))
         try:
             await train(run)
@@ -258,6 +258,7 @@ class Session:
         """Kinds without rollouts: `start` spawns their learners, `loop` trains them."""
         run = await start(graph, self._open_records(begin, None), self._waits)
         run.stopping, self._state = self._stopping_event(), run
+        record_beginning(self.recipe, begin, run.state_dict())
         self._begin(run.steps, begin)
         run.records.begin()
         await loop(run)
@@ -359,7 +360,7 @@ def _metric_log(recipe: Recipe, begin: StartPoint) -> MetricLog:
     return open_metric_log(
         recipe.folder,
         recipe.telemetry,
-        resume_step=begin.step if begin.checkpoint else None,
+        resume_step=begin.last_row if begin.is_resumed else None,
         extra_sinks=sinks,
     )
 

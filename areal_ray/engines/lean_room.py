@@ -4,7 +4,6 @@ Both run at the speed of memory, so a few threads share them, each with a slice 
 core's cache holds.
 """
 
-import math
 import os
 import threading
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Self, TypeVarTuple
 import torch
 from torch import Tensor
 
+from areal_ray.engines.joined_rows import JoinedRows, write
 from areal_ray.engines.live_weights import is_same
 from areal_ray.engines.packed_linear import LinearWeight, PackedLinear
 
@@ -55,7 +55,6 @@ class Room:
             min(_num_cores(), _MOST_THREADS), "weights", torch.set_num_threads, (1,)
         )
         self._under_way: deque[Future[None]] = deque()
-        self._to_pack = torch.empty(0, dtype=dtype, device=device)
         self._own = threading.local()
         """A slice's memory for each thread: fresh pages would cost more than what is done there."""
         self.blocks: list[Tensor] = []
@@ -95,33 +94,23 @@ class Room:
         """Fill what was taken, or a view of it, with the source, rows times a factor [in]."""
         self._spread(self._fill, target, source, factor)
 
-    def take_to_pack(self, *shape: int) -> Tensor:
-        """A tensor to be written and then packed, good until the next one."""
-        self._wait()
-        size = math.prod(shape)
-        if self._to_pack.numel() < size:
-            self._to_pack = torch.empty(size, dtype=self._dtype, device=self._device)
-        return self._to_pack[:size].view(shape)
-
-    def write(self, target: Tensor, source: Tensor, factor: Tensor | None = None) -> None:
-        """Fill what was taken to pack, or a view of it, as `put` does."""
-        self._spread(_write, target, source, factor)
-
-    def pack(self, source: Tensor) -> PackedLinear:
+    def pack(self, source: Tensor | JoinedRows) -> PackedLinear:
         """The source [out, in] in the engine's type, packed."""
-        self._wait()
+        rows = source if isinstance(source, JoinedRows) else JoinedRows([source])
+        num_rows = rows.shape[0]
         if not self._spare_packed:
-            self.packed.append(PackedLinear(source.to(self._device, self._dtype)))
+            made = rows.read(slice(0, num_rows), self._fresh)
+            self.packed.append(PackedLinear(made))
             return self.packed[-1]
         packed = self._spare_packed.pop()
         self.packed.append(packed)
-        is_large = source.numel() * self._dtype.itemsize > _SPAN_BYTES
-        for first in range(0, len(source), packed.slice_rows):
-            given = first, source[first : first + packed.slice_rows]
+        is_large = rows.shape.numel() * self._dtype.itemsize > _SPAN_BYTES
+        for first in range(0, num_rows, packed.slice_rows):
+            given = packed, rows, slice(first, min(first + packed.slice_rows, num_rows))
             if is_large:
-                self._submit(self._fill_packed, packed, *given)
+                self._submit(self._fill_packed, *given)
             else:
-                self._fill_packed(packed, *given)
+                self._fill_packed(*given)
         return packed
 
     def _spread(
@@ -149,10 +138,10 @@ class Room:
             self._under_way.popleft().result()
 
     def _fill(self, target: Tensor, source: Tensor, factor: Tensor | None) -> None:
-        _write(target, source, factor)
+        write(target, source, factor)
 
-    def _fill_packed(self, packed: PackedLinear, first_row: int, source: Tensor) -> None:
-        packed.write(first_row, self._cast(source))
+    def _fill_packed(self, packed: PackedLinear, source: JoinedRows, rows: slice) -> None:
+        packed.write(rows.start, source.read(rows, self._scratch))
 
     def _cast(self, source: Tensor) -> Tensor:
         """The source in the engine's type, in this thread's scratch memory if it is in another."""
@@ -160,11 +149,13 @@ class Room:
             return source.to(self._device)
         return self._scratch(source.shape).copy_(source)
 
+    def _fresh(self, shape: torch.Size) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
     def _scratch(self, shape: torch.Size) -> Tensor:
         flat: Tensor | None = getattr(self._own, "flat", None)
         if flat is None or flat.numel() < shape.numel():
-            flat = torch.empty(shape.numel(), dtype=self._dtype, device=self._device)
-            self._own.flat = flat
+            flat = self._own.flat = self._fresh(torch.Size((shape.numel(),)))
         return flat[: shape.numel()].view(shape)
 
 
@@ -193,20 +184,13 @@ class ProvingRoom(Room):
                 made = self._cast(given)
             else:
                 made = self._scratch(live.shape)
-                _write(made, given, factor)
+                write(made, given, factor)
             if not is_same(live, made):
                 self.differing.add(address(target))
 
-    def _fill_packed(self, packed: PackedLinear, first_row: int, source: Tensor) -> None:
-        if not packed.holds(first_row, self._cast(source)):
+    def _fill_packed(self, packed: PackedLinear, source: JoinedRows, rows: slice) -> None:
+        if not packed.holds(rows.start, source.read(rows, self._scratch)):
             self.differing.add(address(packed))
-
-
-def _write(target: Tensor, source: Tensor, factor: Tensor | None) -> None:
-    if factor is None:
-        target.copy_(source)
-    else:
-        torch.mul(source, factor, out=target)
 
 
 def _slices(target: Tensor, source: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:

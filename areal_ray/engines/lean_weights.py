@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from areal_ray.engines.joined_rows import JoinedRows
 from areal_ray.engines.lean_room import ProvingRoom, Room, address
 from areal_ray.engines.model_files import is_head_tied
 from areal_ray.engines.packed_linear import LinearWeight, PackedLinear, is_packed
@@ -184,10 +185,10 @@ class LeanLayout:
         qkv_bias = up_gate_bias = None
         if s.has_qkv_bias:
             parts = [get(f"{name}.bias") for name in _QKV]
-            qkv_bias = self._join(parts, room.take(sum(map(len, parts))), room.put, rotated=2)
+            qkv_bias = self._join(parts, room, rotated=2)
         if s.has_mlp_bias:
             parts = [get(f"{name}.bias") for name in _UP_GATE]
-            up_gate_bias = self._join(parts, room.take(sum(map(len, parts))), room.put)
+            up_gate_bias = self._join(parts, room)
         return LeanLayer(
             qkv=self._joined(qkv_parts, room, rotated=2, factor=before_qkv),
             qkv_bias=qkv_bias,
@@ -207,27 +208,29 @@ class LeanLayout:
     ) -> LinearWeight:
         """What `_join` makes of weights [out, in], packed where that pays."""
         shape = sum(map(len, parts)), parts[0].shape[1]
-        if self._is_packed(*shape):
-            return room.pack(
-                self._join(parts, room.take_to_pack(*shape), room.write, rotated, factor)
-            )
-        return self._join(parts, room.take(*shape), room.put, rotated, factor)
+        if not self._is_packed(*shape):
+            return self._join(parts, room, rotated, factor)
+        orders = [self._order(len(part)) if i < rotated else None for i, part in enumerate(parts)]
+        return room.pack(JoinedRows(parts, orders, factor))
 
     def _join(
-        self,
-        parts: list[Tensor],
-        joined: Tensor,
-        put: Callable[[Tensor, Tensor, Tensor | None], None],
-        rotated: int = 0,
-        factor: Tensor | None = None,
+        self, parts: list[Tensor], room: Room, rotated: int = 0, factor: Tensor | None = None
     ) -> Tensor:
         """Put parts one below the other, the first `rotated` interleaved, rows times a factor."""
+        joined = room.take(sum(map(len, parts)), *parts[0].shape[1:])
         targets = torch.split(joined, [len(part) for part in parts])
         for index, (source, target) in enumerate(zip(parts, targets, strict=True)):
             if index < rotated:
                 source, target = self._pairs_apart(source), self._pairs_side_by_side(target)
-            put(target, source, factor)
+            room.put(target, source, factor)
         return joined
+
+    def _order(self, num_rows: int) -> Tensor:
+        """[num_rows] which of them comes first, second, ... where they are interleaved."""
+        order = torch.empty(num_rows, dtype=torch.int64, device=self._device)
+        rows = torch.arange(num_rows, device=self._device)
+        self._pairs_side_by_side(order).copy_(self._pairs_apart(rows))
+        return order
 
     def _qk_norm(self, get: Callable[[str], Tensor], room: Room) -> Tensor:
         """[heads + kv_heads, head_dim] norm weights, one row a head."""

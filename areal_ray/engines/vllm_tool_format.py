@@ -13,7 +13,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from areal_ray.errors import RecipeError
 from areal_ray.gateway.json_text import value_at
-from areal_ray.gateway.pieces import Block, FoundCall, Tools
+from areal_ray.gateway.pieces import BegunCall, Block, FoundCall, Tools
 from areal_ray.gateway.tool_formats import first_of
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,10 @@ class VllmToolFormat:
     def begins(self, text: str, *, is_start: bool) -> int:
         """See `ToolFormat`."""
         return first_of(text, self._openers) if self._openers else 0
+
+    def begun(self, text: str, tools: Tools) -> BegunCall | None:
+        """None: vLLM's parsers that stream take token ids, and some say otherwise at the end."""
+        return None
 
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """See `ToolFormat`."""

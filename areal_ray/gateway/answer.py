@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from areal_ray.core.seeds import derive_seed
@@ -39,8 +40,10 @@ from areal_ray.gateway.call import (
 )
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.messages import canonical, in_call_order
+from areal_ray.gateway.off_loop import OffLoop, num_characters
 from areal_ray.gateway.prompt_length import PromptTooLong, guessed_tokens
 from areal_ray.gateway.prompt_refusals import refusal, too_long
+from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.text_stream import before_stop
@@ -55,6 +58,7 @@ from areal_ray.gateway.turn_reader import (
 _RETRY_S = 1.0
 _COUNTED_TOKENS = 1 << 15
 PROMPT_FILLS_CONTEXT = "the prompt fills the context"
+_CANCELLED = "the call was cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,46 +99,61 @@ class Answers:
         self.sampler = sampler
         self.limits = limits
         self.seed = seed
+        self.off_loop = OffLoop()
 
-    def begin(self, call: Call, record: SessionRecord) -> "Answer":
-        """Fix the prompts of a call.
+    async def begin(self, call: Call, record: SessionRecord) -> "Answer":
+        """Fix the prompts of a call; those of long conversations beside the event loop.
 
         Raises:
             CallError: 400: a message cannot be read, the template refuses the conversation, the
                 prompt leaves no room to answer, or too many choices are asked for.
         """
-        if call.n > self.limits.max_choices:
-            told = f"n: is {call.n}; must be <= {self.limits.max_choices}"
-            raise CallError(400, "invalid_value", told, param="n")
-        recorder = record.recorder
+        if call.n > (most := self.limits.max_choices):
+            raise CallError(400, "invalid_value", f"n: is {call.n}; must be <= {most}", param="n")
+        recorder, opened = record.recorder, list[PromptedTurn]()
         try:
-            turn = recorder.open_turn(
-                in_call_order(call.messages),
-                shown_tools(call),
-                hints=call.hints,
-                is_held=bool(call.grammar),
-                most_tokens=self.limits.context_tokens,
-            )
+            work = partial(self._open, call, recorder, opened)
+            turn = await self.off_loop.run(num_characters(call), work)
+            room = self._room(len(turn.prompt_ids))
+        except (CallError, asyncio.CancelledError) as error:
+            why = PROMPT_FILLS_CONTEXT if isinstance(error, CallError) else _CANCELLED
+            for turn in opened:
+                with recorder.lock:
+                    recorder.abort_turn(turn, None, why)
+                record.turn_over(turn.turn_id, "")
+            raise
+        with recorder.lock:
+            others = [recorder.sibling_turn(turn) for _ in range(call.n - 1)]
+        return Answer(self, call, record, [turn, *others], room)
+
+    def _open(self, call: Call, recorder: Recorder, opened: list[PromptedTurn]) -> PromptedTurn:
+        """A turn of the record, which `opened` gets too."""
+        try:
+            with recorder.lock:  # other calls of the session may end meanwhile
+                turn = recorder.open_turn(
+                    in_call_order(call.messages),
+                    shown_tools(call),
+                    hints=call.hints,
+                    is_held=bool(call.grammar),
+                    most_tokens=self.limits.context_tokens,
+                )
         except PromptTooLong as error:
             raise too_long(error.num_tokens, self.limits.context_tokens) from error
         except ValueError as error:
             raise refusal(self.template, call.messages, error) from error
-        try:
-            room = self._room(len(turn.prompt_ids))
-        except CallError:
-            recorder.abort_turn(turn, None, PROMPT_FILLS_CONTEXT)
-            record.turn_over(turn.turn_id, "")
-            raise
-        others = [recorder.sibling_turn(turn) for _ in range(call.n - 1)]
-        return Answer(self, call, record, [turn, *others], room)
+        opened.append(turn)
+        return turn
 
-    def count_prompt_tokens(self, call: Call) -> int:
-        """Tokens of the prompt that a call would have if nothing of it were recorded; of a prompt
-        of megabytes about as many.
+    async def count_prompt_tokens(self, call: Call) -> int:
+        """Tokens of the prompt that a call would have if nothing of it were recorded; of megabytes
+        about as many.
 
         Raises:
             CallError: 400, as of `begin`.
         """
+        return await self.off_loop.run(num_characters(call), partial(self._count, call))
+
+    def _count(self, call: Call) -> int:
         try:
             plain = [canonical(said, at) for at, said in enumerate(in_call_order(call.messages))]
             text = self.template.render(plain, shown_tools(call))
@@ -177,12 +196,11 @@ class Answer:
         self._answers = answers
         self._call = call
         self._record = record
-        num_prompt_tokens = len(turns[0].prompt_ids)
         self.opening = CallOpening(
             secrets.token_hex(16),
             int(time.time()),
             call.model,
-            num_prompt_tokens,
+            len(turns[0].prompt_ids),
             handle=turns[0].handle,
         )
         limits = answers.limits
@@ -261,7 +279,7 @@ class Answer:
             self._abort(part, str(error))
             raise _failed(error) from error
         except asyncio.CancelledError:
-            self._abort(part, "the call was cancelled")
+            self._abort(part, _CANCELLED)
             raise
         return self._closed(part, sampled)
 
@@ -289,7 +307,7 @@ class Answer:
             self._abort(part, str(error))
             raise _failed(error) from error
         finally:
-            self._abort(part, "the call was cancelled")
+            self._abort(part, _CANCELLED)
 
     async def _merged(self) -> AsyncGenerator[list[CallEvent], None]:
         """The events of all choices, in the order they come."""
@@ -321,14 +339,17 @@ class Answer:
 
     def _closed(self, part: _Part, sampled: SampledTurn) -> Choice:
         part.is_over = True
-        reply = self._record.recorder.close_turn(part.turn, sampled, self._stop)
+        with self._record.recorder.lock:
+            reply = self._record.recorder.close_turn(part.turn, sampled, self._stop)
         self._record.turn_over(part.turn.turn_id, self.opening.id)
         return self._choice(part, sampled, reply)
 
     def _abort(self, part: _Part, reason: str) -> None:
         if not part.is_over:
             part.is_over = True
-            self._record.recorder.abort_turn(part.turn, sampled_so_far(part.come), reason)
+            recorder, so_far = self._record.recorder, sampled_so_far(part.come)
+            with recorder.lock:
+                recorder.abort_turn(part.turn, so_far, reason)
             self._record.turn_over(part.turn.turn_id, self.opening.id)
 
     def _choice(self, part: _Part, sampled: SampledTurn, reply: Reply) -> Choice:

@@ -51,6 +51,8 @@ _DIALECTS: tuple[Dialect, ...] = (
     AnthropicMessages(),
     OpenAICompletions(),
 )
+_PACKED = 4
+"""How much larger a packed body is, about."""
 _PROBES = ("", "/", "/api/hello")
 _Answer = Callable[[Exchange, str], Awaitable[None]]
 
@@ -97,10 +99,10 @@ class Service:
             return call
         return await self.structured.constrained(call, is_trained=record.is_trained)
 
-    def begin(self, call: Call, record: SessionRecord) -> Answer | UpstreamAnswer:
+    async def begin(self, call: Call, record: SessionRecord) -> Answer | UpstreamAnswer:
         """Whoever serves the session takes up a call of it; see `Answers.begin`."""
         if record.texts is None:
-            return self.answers.begin(call, record)
+            return await self.answers.begin(call, record)
         assert self.upstreams is not None
         return self.upstreams.begin(call, record)
 
@@ -234,7 +236,7 @@ class Edge:
                 call = service.replies.resumed(call, owner)
                 call = await service.constrained(call, record)
                 keep = partial(self._keep, dialect, call, owner)
-                answer = service.begin(call, record)
+                answer = await service.begin(call, record)
                 try:
                     if call.stream:
                         counts.num_streams += 1
@@ -263,13 +265,18 @@ class Edge:
         record = await self._service.door.enter(exchange.key(), session, call.hints)
         self._service.door.leave(record)
         call = self._service.replies.resumed(call, f"{exchange.key()} {session}")
-        count = self._service.answers.count_prompt_tokens(call)
+        count = await self._service.answers.count_prompt_tokens(call)
         await exchange.answer(200, dialect.write_count(count))
 
     async def _read(self, dialect: Dialect, exchange: Exchange) -> Call:
-        limits = self._service.limits
-        body = parsed(unpacked(await exchange.body(), exchange.encoding, limits), limits)
-        return dialect.read(body, CallHints(exchange.open_headers()))
+        limits, raw = self._service.limits, await exchange.body()
+        hints = CallHints(exchange.open_headers())
+
+        def read() -> Call:
+            return dialect.read(parsed(unpacked(raw, exchange.encoding, limits), limits), hints)
+
+        size = _PACKED * len(raw) if exchange.encoding else len(raw)
+        return await self._service.answers.off_loop.run(size, read)
 
     async def _models(self, exchange: Exchange, _: str) -> None:
         shown = self._shown_model(self._service.model)

@@ -43,6 +43,8 @@ class Block:
     """Of a tool call."""
     name: str = ""
     """Of a tool call."""
+    is_unfinished: bool = False
+    """It began as a tool call and was none after all."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -83,6 +85,9 @@ class BlockReader:
                 call = Block(BlockKind.CALL, self._num_blocks, id=event.id, name=event.name)
                 yield from self._opened(call)
             yield from self._grown(BlockKind.CALL, event.arguments)
+            if event.is_unfinished and self._open is not None:
+                self._open.is_unfinished = True
+                yield from self._closed()
 
     def _grown(
         self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...] = ()

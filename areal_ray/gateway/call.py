@@ -162,6 +162,8 @@ class ToolCallDelta:
     name: str = ""
     arguments: str = ""
     """More of the JSON text."""
+    is_unfinished: bool = False
+    """It was no call after all, and nothing more comes of it: see `pieces.CallPiece`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Collection
 from typing import Any
 
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -94,6 +95,30 @@ def object_at(text: str, start: int = 0) -> tuple[dict[str, tuple[Any, str]], in
             return fields, at + 1
         _expect(text, at, ",")
         at = after_blank(text, at + 1)
+
+
+def open_field(text: str, names: Collection[str]) -> tuple[dict[str, Any], int] | None:
+    """Of an object that may not be whole: the values before its first field of these names, and
+    where the object begins that this field holds. None where that has not come, or never will.
+    """
+    fields: dict[str, Any] = {}
+    try:
+        at = after_blank(text, 0)
+        _expect(text, at, "{")
+        while True:
+            at = after_blank(text, at + 1)
+            _expect(text, at, '"')
+            name, at = value_at(text, at)
+            at = after_blank(text, at)
+            _expect(text, at, ":")
+            at = after_blank(text, at + 1)
+            if name in names:
+                return (fields, at) if text[at : at + 1] == "{" else None
+            fields[name], at = value_at(text, at)
+            at = after_blank(text, at)
+            _expect(text, at, ",")
+    except ValueError:
+        return None
 
 
 def _expect(text: str, at: int, mark: str) -> None:

@@ -5,6 +5,7 @@ deadline.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -16,13 +17,15 @@ import aiohttp
 import numpy as np
 
 from areal_ray.errors import ArealRayError
-from areal_ray.gateway.load_dialects import DIALECTS, DialectName, Heard, told_error
+from areal_ray.gateway.load_dialects import DIALECTS, DialectName, Heard, told_error, told_message
 from areal_ray.telemetry.load_table import LoadTable
 
 _QUANTILES = (50, 95, 99)
 _LOOK_S = 10.0
 _CONNECT_S = 30.0
 _LONGEST_EVENT_BYTES = 2**22
+_KEY_REFUSED = (401, 403)
+_MOST_SAID = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,10 @@ async def measure_load(
         model = await _model(session, plan)
         load = _Load(session, plan, model, clock)
         began = clock()
-        await load.run()
+        try:
+            await load.run()
+        except* ArealRayError as refused:
+            raise refused.exceptions[0] from None
         return _report(load.tally, model, clock() - began)
 
 
@@ -135,17 +141,21 @@ async def _model(session: aiohttp.ClientSession, plan: LoadPlan) -> str:
             f"URL: {plan.url}: no model server answers ({error or 'it is silent'}); must be the "
             "address that agents are given, as http://127.0.0.1:8000/v1"
         ) from error
-    if status in (401, 403):
-        raise ArealRayError(
-            f"URL: {plan.url}: the key is refused ({status}). Name the variable that holds it by "
-            "--api-key-env, or be asked for it by --ask-api-key"
-        )
+    if status in _KEY_REFUSED:
+        raise _key_refused(plan, status)
     if plan.model:
         return plan.model
     try:
         return str(json.loads(text)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
         return "policy"
+
+
+def _key_refused(plan: LoadPlan, status: int) -> ArealRayError:
+    return ArealRayError(
+        f"URL: {plan.url}: the key is refused ({status}). Name the variable that holds it by "
+        "--api-key-env, or be asked for it by --ask-api-key"
+    )
 
 
 def load_table(plan: LoadPlan, report: LoadReport) -> LoadTable:
@@ -185,6 +195,7 @@ class _Load:
         self._model = model
         self._clock = clock
         self._numbers = itertools.count()
+        self._said: dict[int, str] = {}
         self._dialect = DIALECTS[plan.dialect]
         self._url = _base(plan.url) + self._dialect.path
 
@@ -220,15 +231,25 @@ class _Load:
         body = self._dialect.body(self._model, prompt, plan.max_tokens, stream=plan.is_streamed)
         began = self._clock()
         async with self._session.post(self._url, json=body) as response:
+            if response.status in _KEY_REFUSED:  # servers may list their models without one
+                raise _key_refused(plan, response.status)
             if response.status != 200:
-                await response.read()
-                raise _Refused(f"HTTP {response.status}")
+                raise _Refused(self._why(response.status, await response.read()))
             if plan.is_streamed:
                 await self._follow(response, began)
             else:
                 heard = self._heard(await response.read())
                 self.tally.num_tokens += heard.num_tokens or 0
         self.tally.request_s.append(self._clock() - began)
+
+    def _why(self, status: int, text: bytes) -> str:
+        """The status with what the server said to the first that got it."""
+        if status not in self._said:
+            said = ""
+            with contextlib.suppress(ValueError):
+                said = told_message(json.loads(text))
+            self._said[status] = f"HTTP {status}: {said[:_MOST_SAID]}" if said else f"HTTP {status}"
+        return self._said[status]
 
     async def _follow(self, response: aiohttp.ClientResponse, began: float) -> None:
         tally, last = self.tally, 0.0

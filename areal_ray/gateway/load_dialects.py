@@ -40,6 +40,13 @@ def told_error(content: Mapping[str, Any]) -> str:
     return str(error.get("code") or error.get("type") or "error")
 
 
+def told_message(content: Any) -> str:
+    """What the body of a refusal says, in any dialect; empty if it is none."""
+    error = content.get("error") if type(content) is dict else None
+    said = error.get("message") if type(error) is dict else error
+    return said if type(said) is str else ""
+
+
 def _chat_body(model: str, prompt: str, max_tokens: int, *, stream: bool) -> dict[str, Any]:
     body = _messages_body(model, prompt, max_tokens, stream=stream)
     return {**body, "stream_options": {"include_usage": True}} if stream else body

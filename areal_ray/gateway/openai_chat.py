@@ -158,6 +158,8 @@ class ChatWriter:
             return self._chunk(event.choice, f'"reasoning_content":{encode_basestring(event.text)}')
         if isinstance(event, ChoiceEnd):
             return self._chunk(event.choice, "", finish=_FINISH[event.whole.stop_reason])
+        if event.is_unfinished:  # the API has no word for it: the finish reason tells
+            return b""
         begun = f'"id":{encode_basestring(event.id)},"type":"function",' if event.name else ""
         name = f'"name":{encode_basestring(event.name)},' if event.name else ""
         function = f'{{{name}"arguments":{encode_basestring(event.arguments)}}}'

@@ -164,8 +164,10 @@ class ResponsesWriter:
             else:
                 written += self._arguments(step, block, text, place)
             if step is Step.CLOSE:
-                whole = self._items.item(block, "incomplete" if is_cut else "completed")
-                self._done.append(whole)
+                is_part = is_cut or block.is_unfinished
+                whole = self._items.item(block, "incomplete" if is_part else "completed")
+                if not block.is_unfinished:  # the whole says what it says where nothing is streamed
+                    self._done.append(whole)
                 written += self._event("output_item.done", output_index=block.index, item=whole)
         return written
 
@@ -215,7 +217,7 @@ class ResponsesWriter:
         return told + self._event("content_part.done", **place, part=part)
 
     def _arguments(self, step: Step, block: Block, text: str, place: Mapping[str, Any]) -> bytes:
-        if step is Step.OPEN:
+        if step is Step.OPEN or block.is_unfinished:
             return b""
         if step is Step.MORE:
             return self._event("function_call_arguments.delta", **place, delta=text)

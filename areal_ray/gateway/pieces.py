@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_ray.core.turn import ToolCall
-
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's tool definitions, as the client offered them."""
 
@@ -32,11 +30,23 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A tool call, whole: what is malformed stays text, which shows at its end alone."""
+    """A tool call begins (`name` is given) or goes on.
+
+    Whether it is well-formed shows at its end alone. One that is not, or is cut off, stays
+    unfinished: it lacks its last brace at least, so that nobody takes it for a whole one; its text
+    follows as text, as the whole reply has it, and the turn's stop reason counts no call.
+    (vLLM's parsers leave such a call unfinished, too, drop the rest of its text, and end the turn
+    with `tool_calls`.)
+    """
 
     index: int
-    """Of the call in its turn."""
-    call: ToolCall
+    """Among the calls that began in its turn."""
+    id: str
+    name: str = ""
+    arguments: str = ""
+    """More of the JSON text."""
+    is_unfinished: bool = False
+    """Nothing more comes of it: it was none."""
 
 
 Piece = TextPiece | ReasoningPiece | CallPiece
@@ -55,6 +65,15 @@ class FoundCall:
     name: str
     arguments: str
     """JSON text of an object, as sampled where that is JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCall:
+    """A call of which all but the arguments has been written."""
+
+    name: str
+    at: int
+    """Where its arguments begin, with a brace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,10 @@ class ToolFormat(Protocol):
             text: Not yet told.
             is_start: Whether nothing but blanks was told before it.
         """
+
+    def begun(self, text: str, tools: Tools) -> BegunCall | None:
+        """The first call in `text`, which begins where `begins` says, if it can be told before it
+        is whole: `read` may yet make no call, or another one, of it. None = not yet, or never."""
 
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """What `text`, which begins where `begins` says, holds; None = more has to come first.

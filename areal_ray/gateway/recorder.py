@@ -10,6 +10,7 @@ token is trained once. Splits are counted by reason.
 import json
 import logging
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,11 +80,11 @@ class Recorder:
         self._policy = policy
         self._reader: ReplyReader = reader or ReplyFormat(template)
         self._tail = PromptTail(template, self._reader)
-        self._root = MessageNode(None, (), {})
+        self.lock = threading.Lock()  # of whoever opens or ends a turn, where threads may
         self._open: dict[int, Turn] = {}
         self._turns: list[Turn] = []
         """Closed or broken off, in that order."""
-        self._num_opened = 0
+        self._root, self._num_opened = MessageNode(None, (), {}), 0
         self._last_prompt: NDArray[np.int32] = np.zeros(0, np.int32)
         self.splits: Counter[str] = Counter()
         """Conversations that stopped extending their record, by reason."""

@@ -1,21 +1,12 @@
 """Sampled text -> reasoning, what is said, and tool calls; whole or as it is sampled."""
 
-import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from areal_ray.core.turn import Reply, ToolCall
+from areal_ray.core.turn import Reply
+from areal_ray.gateway.call_reader import CallReader
 from areal_ray.gateway.grammar_text import GrammarText
-from areal_ray.gateway.pieces import (
-    CallPiece,
-    Ids,
-    Piece,
-    ReasoningPiece,
-    TextPiece,
-    ToolFormat,
-    Tools,
-    call_id,
-)
+from areal_ray.gateway.pieces import Ids, Piece, ReasoningPiece, ToolFormat, Tools
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.tool_formats import TOOL_FORMATS, guess_tool_format, len_held
 from areal_ray.gateway.tool_grammars import ToolGrammar, tool_grammar
@@ -106,12 +97,12 @@ class ReplyFormat:
         marks = self._marks
         is_open = marks is not None and self._opens_reasoning(prompt_ids)
         reasoning = None if marks is None else _ReasoningReader(*marks, is_open=is_open)
-        calls = _CallReader(self._tools if tools else None, tools or (), key, max_calls)
+        calls = CallReader(self._tools if tools else None, tools or (), key, max_calls)
         return ReplyParser(reasoning, calls)
 
     def raw_parser(self) -> "ReplyParser":
         """For what follows a raw prompt: all of it is text."""
-        return ReplyParser(None, _CallReader(None, (), "", None))
+        return ReplyParser(None, CallReader(None, (), "", None))
 
     def read(self, text: str, tools: Tools | None, prompt_ids: Ids, key: str = "") -> Reply:
         """A whole reply: what `parser` makes of `text` however it is cut."""
@@ -145,7 +136,7 @@ class ReplyFormat:
 class ReplyParser:
     """Reads one reply as it is sampled; never raises for what the model says."""
 
-    def __init__(self, reasoning: "_ReasoningReader | None", calls: "_CallReader") -> None:
+    def __init__(self, reasoning: "_ReasoningReader | None", calls: "CallReader") -> None:
         self._reasoning = reasoning
         self._calls = calls
 
@@ -218,78 +209,6 @@ class _ReasoningReader:
             self._text = text[len(self._opener) :]
             return True
         return is_whole or not self._opener.startswith(text)
-
-
-class _CallReader:
-    """Tells text from tool calls; blanks before and after calls are no text."""
-
-    def __init__(
-        self, tool_format: ToolFormat | None, tools: Tools, key: str, max_calls: int | None
-    ) -> None:
-        self._format = tool_format
-        self._tools = tools
-        self._key = key or secrets.token_hex(16)
-        self._max_calls = max_calls
-        self._text = ""
-        """Not yet told, from where a call may begin."""
-        self._blank = ""
-        """Told once text follows it."""
-        self._has_calls = False
-        self.drops_newlines = False
-        """Whether newlines that come next belong to the end of the reasoning."""
-        self.told: list[str] = []
-        self.calls: list[ToolCall] = []
-
-    def read(self, text: str, *, is_whole: bool) -> list[Piece]:
-        """What `text` and the end, if it is that, let be told."""
-        pieces: list[Piece] = []
-        self._text += text
-        while self._text:
-            at = self._begins()
-            self._say(self._text[:at], pieces)
-            self._text = self._text[at:]
-            if not self._text or self._format is None:
-                break
-            block = self._format.read(self._text, self._tools, is_whole=is_whole)
-            if block is None:
-                break
-            if block.calls:
-                self._say(block.text, pieces)
-                self._has_calls = True
-                for call in block.calls:
-                    self._tell(call.name, call.arguments, pieces)
-            else:
-                self._say(self._text[: block.length], pieces)
-            self._text = self._text[block.length :]
-        if is_whole and self._blank and not self._has_calls:
-            self.told.append(self._blank)
-            pieces.append(TextPiece(self._blank))
-        return pieces
-
-    def _begins(self) -> int:
-        if self._format is None:
-            return len(self._text)
-        is_start = not self.told and not self._has_calls
-        return self._format.begins(self._text, is_start=is_start)
-
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if self.drops_newlines:
-            text = text.lstrip("\n")
-            self.drops_newlines = not text
-        text = self._blank + text
-        said = text.rstrip()
-        self._blank = text[len(said) :]
-        if said:
-            self.told.append(said)
-            pieces.append(TextPiece(said))
-
-    def _tell(self, name: str, arguments: str, pieces: list[Piece]) -> None:
-        index = len(self.calls)
-        if self._max_calls is not None and index >= self._max_calls:
-            return
-        call = ToolCall(call_id(self._key, index), name, arguments)
-        self.calls.append(call)
-        pieces.append(CallPiece(index, call))
 
 
 def _tool_format(chosen: str | ToolFormat, source: str) -> ToolFormat | None:

@@ -34,12 +34,18 @@ class SessionRequests:
         sessions: Of this replica.
         clock: Seconds since the epoch.
         upstreams: Names of providers that sessions may be started with, in place of the policy.
+        least_siblings: Sessions that a group needs for training to take it.
     """
 
     def __init__(
-        self, sessions: Sessions, clock: Callable[[], float], upstreams: Collection[str] = ()
+        self,
+        sessions: Sessions,
+        clock: Callable[[], float],
+        upstreams: Collection[str] = (),
+        least_siblings: int = 1,
     ) -> None:
         self._upstreams = sorted(upstreams)
+        self._least_siblings = least_siblings
         self._sessions = sessions
         self._book = sessions.book
         self._rules = sessions.rules
@@ -65,6 +71,8 @@ class SessionRequests:
         if size > _MOST_SIBLINGS:
             refuse("group_size", f"is {size}; must be <= {_MOST_SIBLINGS}")
         upstream = self._upstream(request)
+        if not upstream:
+            _check_size(size, self._least_siblings, fixed)
         digest = _digest(task_id, size, fixed, upstream)
         past = self._book.started_by(request.request_id)
         if past is not None:
@@ -264,6 +272,17 @@ class SessionRequests:
     def _admin(self, request: SessionRequest) -> None:
         if self._sessions.identify(request.key).scope is not Scope.ADMIN:
             _not_admin()
+
+
+def _check_size(size: int, least: int, fixed: str) -> None:
+    """A group that training could not take is told now, not after the agents' work."""
+    if size >= least:
+        return
+    mend = f"Ask for {least} or more"
+    if fixed:
+        mend = "A fixed key has one session at a time: set admission.n_samples=1 in the recipe"
+    told = f"is {size}; must be >= {least}, the rewards that a group needs. {mend}"
+    refuse("group_size", told)
 
 
 def _not_admin() -> NoReturn:

@@ -63,12 +63,19 @@ _ELSEWHERE = (404, 429)
 
 
 def make_sessions_app(
-    service: Service, sessions: Sessions, clock: Callable[[], float] = steady_time
+    service: Service,
+    sessions: Sessions,
+    clock: Callable[[], float] = steady_time,
+    *,
+    least_siblings: int = 1,
 ) -> Any:
-    """The ASGI application of a service whose door is `sessions`, with their routes."""
+    """The ASGI application of a service whose door is `sessions`, with their routes.
+
+    `least_siblings`: see `SessionRequests`.
+    """
     app = make_app(service)
     others = () if service.upstreams is None else service.upstreams.names
-    requests = SessionRequests(sessions, clock, others)
+    requests = SessionRequests(sessions, clock, others, least_siblings)
     forwarding = Forwarding(app, sessions, service.limits)
     routes = _Routes(sessions, requests, forwarding, service.limits)
     routes.add_to(app)

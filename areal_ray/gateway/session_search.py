@@ -9,11 +9,12 @@ from typing import Any
 
 from areal_ray.gateway.call import CallError
 from areal_ray.gateway.conversation_names import hashed_name
-from areal_ray.gateway.fields import read_text, refuse
+from areal_ray.gateway.fields import read_text, refuse, shown
 from areal_ray.gateway.keys import Scope
 from areal_ray.gateway.session_book import PastSession
 from areal_ray.gateway.session_state import Session, SessionGroup
 from areal_ray.gateway.sessions import Caller, Sessions, no_session, session_over
+from areal_ray.telemetry.terminal import is_one_line
 
 _MOST_TEXT = 512
 _REPLY_PREFIX = re.compile("[a-z]+[-_]")
@@ -36,8 +37,14 @@ class SessionRequest:
             CallError: 400.
         """
         text = read_text(self.body, name)
-        if len(text) > _MOST_TEXT or (is_needed and not text):
-            refuse(name, f"has {len(text)} characters; must have {int(is_needed)} to {_MOST_TEXT}")
+        if is_needed and not text:
+            what = "missing" if self.body.get(name) is None else "empty"
+            refuse(name, f"is {what}; must be a string")
+        if len(text) > _MOST_TEXT:
+            refuse(name, f"has {len(text)} characters; must have at most {_MOST_TEXT}")
+        # They are names, which journals, exports and other people's tools show again.
+        if not is_one_line(text):
+            refuse(name, f"is {shown(text)}; must be one line without control characters")
         return text
 
     @property
@@ -117,7 +124,7 @@ class SessionSearch:
         if isinstance(found, PastSession):
             raise session_over(found, self._holder(found))
         if found is None or not caller.may_see(found):
-            raise no_session(session_id or conversation or reply)
+            raise _not_found(session_id, conversation, reply)
         return found
 
     def _own_past(self, caller: Caller, session_id: str) -> PastSession | None:
@@ -183,7 +190,7 @@ class SessionSearch:
         if group_key:
             group: SessionGroup | None = self._book.groups.get(group_key)
             if group is None:
-                raise no_session(group_key)
+                raise no_session(group_key, "group")
             return list(group.sessions)
         if not session_id:
             refuse("session_id", "is missing; must be given, or group_id")
@@ -192,6 +199,12 @@ class SessionSearch:
         if session_id not in self._book.sessions:
             raise no_session(session_id)
         return [self._book.sessions[session_id]]
+
+
+def _not_found(session_id: str, conversation: str, reply: str) -> CallError:
+    if session_id:
+        return no_session(session_id)
+    return no_session(conversation, "conversation") if conversation else no_session(reply, "reply")
 
 
 def _has_reply(session: Session, turn: int) -> bool:

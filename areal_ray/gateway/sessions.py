@@ -341,9 +341,14 @@ def _counted(book: SessionBook, rules: SessionRules, num_unscored: int) -> Sessi
     )
 
 
-def no_session(session_id: str) -> CallError:
-    """404, for a session that is none or is another's."""
-    return CallError(404, "session_not_found", f"session {session_id[:80]!r}: there is none here")
+def no_session(name: str, what: str = "session") -> CallError:
+    """404, for a session that is none or is another's.
+
+    Args:
+        name: As the client gave it.
+        what: That is the name of: session, group, conversation or reply.
+    """
+    return CallError(404, "session_not_found", f"{what} {name[:80]!r}: there is none here")
 
 
 def session_over(session: Session | PastSession, holder: str = "") -> CallError:

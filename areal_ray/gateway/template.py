@@ -102,8 +102,9 @@ class ChatTemplate:
         if len(messages) == 1 and messages[0]["role"] == RAW:
             return str(messages[0]["content"])
         key = None if tools else _short_key(messages, add_generation_prompt)
-        if key is not None and key in self._rendered:
-            return self._rendered[key]
+        kept = None if key is None else self._rendered.get(key)
+        if kept is not None:
+            return kept
         text = self._render(messages, tools, add_generation_prompt)
         if key is not None:
             self._rendered[key] = text
@@ -148,7 +149,11 @@ class ChatTemplate:
         return self._encode_kept(text) if len(text) <= _KEPT_CHARACTERS else self._encode(text)
 
     def _encode(self, text: str) -> NDArray[np.int32]:
-        if self._backend is not None:
+        if self._backend is not None and len(text) > _KEPT_CHARACTERS:
+            # A batch of one: this lets other threads go on meanwhile, `encode` does not.
+            (read,) = self._backend.encode_batch([text], add_special_tokens=False)
+            listed = read.ids
+        elif self._backend is not None:
             listed = self._backend.encode(text, add_special_tokens=False).ids
         else:
             listed = self.tokenizer.encode(text, add_special_tokens=False)

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from areal_ray.gateway.json_text import Unfinished, after_blank, object_at, value_at
-from areal_ray.gateway.pieces import Block, FoundCall, ToolFormat, Tools
+from areal_ray.gateway.json_text import Unfinished, after_blank, object_at, open_field, value_at
+from areal_ray.gateway.pieces import BegunCall, Block, FoundCall, ToolFormat, Tools
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -22,6 +22,10 @@ class HermesFormat:
     def begins(self, text: str, *, is_start: bool) -> int:
         """See `ToolFormat`."""
         return first_of(text, (_OPEN,))
+
+    def begun(self, text: str, tools: Tools) -> BegunCall | None:
+        """See `ToolFormat`."""
+        return _begun(text, len(_OPEN), ("arguments",)) if text.startswith(_OPEN) else None
 
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """See `ToolFormat`."""
@@ -55,6 +59,10 @@ class Qwen3CoderFormat:
     def begins(self, text: str, *, is_start: bool) -> int:
         """See `ToolFormat`."""
         return first_of(text, (_OPEN,))
+
+    def begun(self, text: str, tools: Tools) -> BegunCall | None:
+        """None: its JSON is ours, and of what type a value is shows at its end alone."""
+        return None
 
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """See `ToolFormat`."""
@@ -103,6 +111,13 @@ class Llama3Format:
             return min(tagged, len(text) - len(bare))
         return tagged
 
+    def begun(self, text: str, tools: Tools) -> BegunCall | None:
+        """See `ToolFormat`."""
+        has_tag = text.startswith(self._tag)
+        found = _begun(text, len(self._tag) * has_tag, ("parameters", "arguments"))
+        is_offered = found is not None and found.name in map(_name_of, tools)
+        return found if has_tag or is_offered else None
+
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """See `ToolFormat`."""
         has_tag = not text.startswith("{")
@@ -135,10 +150,20 @@ class MistralFormat:
     _open = "[TOOL_CALLS]"
     markers = (_open, "[ARGS]", "[CALL_ID]")
     _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+    _list = re.compile(r"\s*\[")
 
     def begins(self, text: str, *, is_start: bool) -> int:
         """See `ToolFormat`."""
         return first_of(text, (self._open,))
+
+    def begun(self, text: str, tools: Tools) -> BegunCall | None:
+        """See `ToolFormat`."""
+        if not text.startswith(self._open):
+            return None
+        if listed := self._list.match(text, len(self._open)):
+            return _begun(text, listed.end(), ("arguments",))
+        named = self._named.match(text, len(self._open))
+        return BegunCall(named[1], named.end()) if named else None
 
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """See `ToolFormat`."""
@@ -227,6 +252,14 @@ def _call(fields: Mapping[str, tuple[Any, str]], keys: tuple[str, ...]) -> Found
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("no name, or arguments that are no object")
     return FoundCall(name, text)
+
+
+def _begun(text: str, start: int, keys: tuple[str, ...]) -> BegunCall | None:
+    """A call as an object from `start` on, whose arguments stand under one of the keys, once they
+    begin; None also where they stand before the name."""
+    found = open_field(text[start:], keys)
+    name = "" if found is None else found[0].get("name")
+    return BegunCall(name, start + found[1]) if found and name and isinstance(name, str) else None
 
 
 def _name_of(tool: Mapping[str, Any]) -> Any:

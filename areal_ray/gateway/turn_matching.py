@@ -25,6 +25,7 @@ REASONING_DROPPED = "reasoning dropped"
 REASONING_INLINE = "reasoning moved into the text"
 RESPELLED = "blanks or the order of calls changed"
 
+_MOST_UNFINISHED = 3
 _BILLING_LINE = re.compile(r"^x-[\w-]*billing[\w-]*:.*\n?", re.MULTILINE | re.IGNORECASE)
 """What a client counts its requests by, in the system text."""
 _INLINE_REASONING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
@@ -234,11 +235,13 @@ def is_named(turn: Turn, message: Mapping[str, Any]) -> bool:
     if turn.handle and message.get("handle") == turn.handle:
         return True
     assert turn.reply is not None
-    # Turns that said the same share a message, with the ids of the first; each has its own by its
-    # handle.
-    num_calls = len(turn.reply.message.get("tool_calls", ()))
-    ours = [call_id(turn.handle, index) for index in range(num_calls)]
     theirs = [plain_id(call["id"]) for call in message.get("tool_calls", ())]
+    if not theirs:
+        return False
+    # Turns that said the same share a message, with the ids of the first; each has its own by its
+    # handle. Calls that stayed unfinished took indices before those of the reply.
+    most = len(turn.reply.message.get("tool_calls", ())) + _MOST_UNFINISHED
+    ours = [call_id(turn.handle, index) for index in range(most)]
     return any(our and their.startswith(our) for our in ours for their in theirs)
 
 

@@ -87,9 +87,15 @@ class TurnReader:
             elif isinstance(piece, ReasoningPiece):
                 events.append(ReasoningDelta(self._index, piece.text))
             else:
-                told = piece.call
                 events.append(
-                    ToolCallDelta(self._index, piece.index, told.id, told.name, told.arguments)
+                    ToolCallDelta(
+                        self._index,
+                        piece.index,
+                        piece.id,
+                        piece.name,
+                        piece.arguments,
+                        piece.is_unfinished,
+                    )
                 )
         return events
 

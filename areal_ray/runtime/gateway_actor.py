@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,7 +30,7 @@ from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.server import GatewayServer
 from areal_ray.gateway.session_journal import SessionJournal
 from areal_ray.gateway.session_routes import make_sessions_app
-from areal_ray.gateway.sessions import SessionCounts, Sessions, SlotWithdrawn
+from areal_ray.gateway.sessions import Sessions, SlotWithdrawn
 from areal_ray.gateway.structured import StructuredOutput
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.gateway.upstream import Upstreams
@@ -40,6 +39,7 @@ from areal_ray.runtime.episode_dump import write_episodes
 from areal_ray.runtime.fleet_sampler import FleetSampler
 from areal_ray.runtime.garbage import collect_rarely
 from areal_ray.runtime.gateway_config import EngineFacts, GatewayConfig, SessionTerms
+from areal_ray.runtime.gateway_health import GatewayHealth
 from areal_ray.runtime.gateway_list import GatewayList, address_file
 from areal_ray.runtime.gateway_notes import Note
 from areal_ray.runtime.ready_group import as_group, num_rewarded
@@ -53,41 +53,6 @@ _REBIND_S = 10.0
 """Within it the predecessor's socket is gone."""
 _REBIND_EVERY_S = 0.2
 _EVERYWHERE = ("0.0.0.0", "::")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayHealth:
-    """One gateway's account of itself."""
-
-    name: str
-    incarnation: str
-    """Differs after every restart."""
-    url: str
-    """Base of its routes: `http://HOST:PORT`."""
-    num_calls: int
-    """Model calls since start."""
-    num_open: int
-    """Being answered."""
-    num_failed: int
-    num_defects: int
-    num_turns_pending: int
-    """Waiting for a rollout replica."""
-    sessions: SessionCounts | None = None
-    """None where it serves without."""
-
-    @property
-    def told(self) -> str:
-        """On one line, for `areal-ray status`."""
-        calls = f"{self.url}, {self.num_open} calls"
-        if self.sessions is None:
-            return calls
-        held = self.sessions
-        rejected = sum(held.rejected.values())
-        return (
-            f"{calls}; sessions: {held.num_open} open, {held.num_waiting} waiting, "
-            f"{held.num_admitted} admitted, {held.num_trained} trained, {rejected} rejected; "
-            f"groups: {held.num_ready + held.num_held} sealed, room for {held.num_slots}"
-        )
 
 
 class GatewayActor:
@@ -160,11 +125,11 @@ class GatewayActor:
             created_s=int(time.time()),
             limits=_edge_limits(config),
         )
-        self._app = (
-            make_app(self._service)
-            if self._sessions is None
-            else make_sessions_app(self._service, self._sessions)
-        )
+        if terms is None or self._sessions is None:
+            self._app = make_app(self._service)
+        else:
+            least = terms.least_rewarded
+            self._app = make_sessions_app(self._service, self._sessions, least_siblings=least)
         self._server: GatewayServer | None = None
         self._opening, self._has_left = asyncio.Lock(), False
         self._url = ""

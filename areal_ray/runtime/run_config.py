@@ -10,6 +10,8 @@ from areal_ray.core.config import Config
 from areal_ray.engines.lora_config import LoraConfig
 from areal_ray.engines.protocols import SamplingConfig
 
+_GROUPS_S = 1800.0
+
 
 def is_hub_name(path: str) -> bool:
     """Whether it has the form `owner/name` of the Hugging Face hub."""
@@ -129,7 +131,14 @@ class DeadlinesConfig(Config):
     """For another run that makes the same model."""
     start_s: float = Field(600.0, gt=0.0)
     """For an actor to load its engine."""
-    groups_s: float = Field(1800.0, gt=0.0)
-    """For the groups of one step."""
+    groups_s: float | None = Field(None, gt=0.0)
+    """For the groups of one step. null = 1800; in kind online, whose agents may call tomorrow, as
+    long as it takes."""
     step_s: float = Field(3600.0, gt=0.0)
     """For one learner step."""
+
+    def groups_limit_s(self, *, is_online: bool) -> float | None:
+        """For the groups of one step, in seconds; None = as long as it takes."""
+        if self.groups_s is None and not is_online:
+            return _GROUPS_S
+        return self.groups_s

@@ -211,6 +211,7 @@ def ends_of(
             for key, (delivery, (verb, fact)) in list(ends.items()):
                 if verb == "trained" and int(fact) > event["step"]:
                     ends[key] = (delivery, ("hand_back", ""))
+            of_group.clear()  # slots have their names again: what ends from here on is another's
         elif kind == "trained":
             for group in event["groups"]:
                 if group in of_group:

@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_ray.errors import ActorGone, ActorLost, ArealRayError
 from areal_ray.runtime.fleet import Fleet, call
+from areal_ray.runtime.gateway_health import GatewayHealth
 from areal_ray.runtime.last_words import taken
 from areal_ray.runtime.rollout_actor import RolloutHealth
 
@@ -66,6 +67,10 @@ class Look:
     """Who died for good and why: the run cannot go on."""
     services: Mapping[str, str] = field(default_factory=dict)
     """How each actor does, by name; those that do not answer say so."""
+    num_calls: int = 0
+    """Model calls that gateways have had since they started."""
+    num_open: int = 0
+    """Of these, still being answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ class Supervisor:
         events: list[str] = []
         returns: dict[str, str] = {}
         engines: list[RolloutHealth] = []
+        num_calls = num_open = 0
         gone = ""
         kept = self._handles()
         for name, answer in answers:
@@ -113,8 +119,11 @@ class Supervisor:
                 returns[name] = returned
             if isinstance(answer, RolloutHealth) and name in self._rollouts.handles:
                 engines.append(answer)
+            elif isinstance(answer, GatewayHealth):
+                num_calls += answer.num_calls
+                num_open += answer.num_open
         reading = _reading(engines) if engines else None
-        return Look(tuple(events), returns, reading, gone, services)
+        return Look(tuple(events), returns, reading, gone, services, num_calls, num_open)
 
     def _compare(self, name: str, health: Any) -> str:
         """A line if the actor was restarted since the last look."""

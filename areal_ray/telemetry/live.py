@@ -17,6 +17,7 @@ from areal_ray.telemetry.closing import closing_lines
 from areal_ray.telemetry.history import RunHistory
 from areal_ray.telemetry.plot import Point, sparkline
 from areal_ray.telemetry.summary import Summary
+from areal_ray.telemetry.terminal import printable
 from areal_ray.telemetry.views import (
     EvalView,
     Header,
@@ -54,7 +55,7 @@ class LiveProgress:
     def start(self, header: Header) -> None:
         """The run begins."""
         for name, text in header.facts.items():
-            self._console.print(Text.assemble((f"{name:<10} ", "dim"), text))
+            self._console.print(Text.assemble((f"{name:<10} ", "dim"), printable(text)))
         with self._lock:
             self._history = RunHistory(header, self._clock)
             self._changed_at = self._clock()
@@ -80,7 +81,7 @@ class LiveProgress:
 
     def on_event(self, text: str) -> None:
         """Print a line that stays above the table."""
-        self._console.print(Text(text))
+        self._console.print(Text(printable(text)))
 
     def on_status(self, view: StatusView) -> None:
         """What the table's lower half shows."""
@@ -107,6 +108,7 @@ class LiveProgress:
             ascii_only=self._is_ascii,
         )
         colour = {"finished": "green", "stopped": "yellow", "failed": "red"}[summary.outcome]
+        lines = [printable(line) for line in lines]
         text = Text("\n".join(lines[1:]).strip("\n"), no_wrap=False)
         title = Text(f" {lines[0]} ", style=f"bold {colour}")
         return Panel(text, title=title, title_align="left", border_style=colour, padding=(1, 2),
@@ -126,7 +128,7 @@ class LiveProgress:
         parts.append(self._numbers(history))
         if self._status.waits or self._status.counts:
             parts += [Text(""), self._waits()]
-        title = Text.assemble((f" {header.name} ", "bold"), (f"{header.kind} ", "dim"))
+        title = Text.assemble((f" {printable(header.name)} ", "bold"), (f"{header.kind} ", "dim"))
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim",
                      padding=(1, 2), width=width)  # fmt: skip
 
@@ -187,12 +189,13 @@ class LiveProgress:
         table.add_column(no_wrap=True)
         table.add_column(overflow="ellipsis", no_wrap=True)
         for role, what in self._status.waits.items():
-            table.add_row(Text(role, style="dim"), Text(f"waits for {what}"))
+            table.add_row(Text(role, style="dim"), Text(printable(f"waits for {what}")))
         counts = ", ".join(f"{number:,} {name}" for name, number in self._status.counts.items())
         if counts:
-            table.add_row(Text("now", style="dim"), Text(counts))
+            table.add_row(Text("now", style="dim"), Text(printable(counts)))
         quiet_s = self._clock() - self._changed_at
-        if quiet_s >= self._quiet_s:
+        has_steps = self._history is not None and self._history.header.total_steps
+        if has_steps and quiet_s >= self._quiet_s:
             text = f"nothing finished for {duration_text(quiet_s)}; the run goes on"
             table.add_row(Text("quiet", style="yellow"), Text(text))
         return table

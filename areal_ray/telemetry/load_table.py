@@ -6,6 +6,9 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from areal_ray.telemetry.terminal import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class LoadTable:
 def print_load(shown: LoadTable, stream: TextIO) -> None:
     """Draw it."""
     console = Console(file=stream, highlight=False)
-    table = Table(title=shown.title, title_justify="left")
+    console.print(Text(printable(shown.title)), soft_wrap=True)
+    table = Table()
     table.add_column("")
     for name in ("p50", "p95", "p99"):
         table.add_column(f"{name}, ms", justify="right")
@@ -30,6 +34,6 @@ def print_load(shown: LoadTable, stream: TextIO) -> None:
         table.add_row(name, *(f"{time:,.2f}" for time in times) if times else ("-",) * 3)
     console.print(table)
     for name, text in shown.facts.items():
-        console.print(f"{name:<20} {text}")
+        console.print(Text(printable(f"{name:<20} {text}")))
     for kind, count in shown.errors.items():
-        console.print(f"error: {kind:<13} {count:,}")
+        console.print(Text(printable(f"error: {count:,} x {kind}")), soft_wrap=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_ray.core.storage import writing
+from areal_ray.telemetry.terminal import printable
 
 LOG_FILE = "log.txt"
 REDACTED = "[redacted]"
@@ -57,8 +58,8 @@ class RunFormatter(logging.Formatter):
         self._secrets = frozenset(secrets)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, redacted as a whole."""
-        return redact(super().format(record), self._secrets)
+        """The line, redacted as a whole, with nothing in it that a terminal would obey."""
+        return printable(redact(super().format(record), self._secrets))
 
 
 class _CurrentStderr:

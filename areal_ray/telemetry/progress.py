@@ -1,7 +1,8 @@
 """What a run says while it goes: one plain line an event here, a live table in `live.py`.
 
 The driver calls a `Progress`; a thread of the display's own speaks up when nothing was said for
-`heartbeat_s`, so that a slow rollout does not look like a hang.
+`heartbeat_s`, so that a slow rollout does not look like a hang. What would only be repeated is said
+at ever longer intervals: the log of a service that nobody calls stays short.
 """
 
 import sys
@@ -15,6 +16,7 @@ from areal_ray.telemetry.closing import closing_lines
 from areal_ray.telemetry.history import RunHistory
 from areal_ray.telemetry.sinks import TelemetryConfig
 from areal_ray.telemetry.summary import Summary
+from areal_ray.telemetry.terminal import printable
 from areal_ray.telemetry.views import (
     EvalView,
     Header,
@@ -24,6 +26,7 @@ from areal_ray.telemetry.views import (
 )
 
 _BETWEEN_STEPS_S = 0.5
+_LONGEST_QUIET_S = 3600.0
 """Faster steps share a line: metrics.jsonl has them all."""
 
 
@@ -60,7 +63,8 @@ class LineProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = self._quiet_s = heartbeat_s
+        self._repeated = ""
         self._clock = clock
         self._said_at = clock()
         self._since, self._since_s = "the start", clock()
@@ -127,19 +131,24 @@ class LineProgress:
     def beat(self) -> None:
         """Say what is awaited, if nothing was said for `heartbeat_s`."""
         now = self._clock()
-        if now - self._said_at >= self._heartbeat_s:
+        told = self._status.line()
+        is_news = told != self._repeated
+        if now - self._said_at >= (self._heartbeat_s if is_news else self._quiet_s):
+            longer_s = max(self._heartbeat_s, min(2 * self._quiet_s, _LONGEST_QUIET_S))
             passed = duration_text(now - self._since_s)
-            self._say(f"  {passed} since {self._since}: {self._status.line()}", True)
+            self._say(f"  {passed} since {self._since}: {told}")
+            self._repeated, self._quiet_s = told, longer_s
 
     def _beat(self) -> None:
         while not self._stopped.wait(min(1.0, self._heartbeat_s / 4)):
             self.beat()
 
-    def _say(self, line: str, is_heartbeat: bool = False) -> None:
+    def _say(self, line: str) -> None:
         with self._lock:
-            self._stream.write(line + "\n")
+            self._stream.write(printable(line) + "\n")
             self._stream.flush()
             self._said_at = self._clock()
+            self._quiet_s = self._heartbeat_s
 
 
 class QuietProgress:

@@ -30,7 +30,8 @@ class TelemetryConfig(Config):
     console: Literal["auto", "live", "lines", "off"] = "auto"
     """`live` redraws a table, `lines` prints a line a step; `auto` is live on a terminal."""
     heartbeat_s: float = Field(15.0, gt=0.0)
-    """Say what is awaited when nothing else was printed for so long."""
+    """Say what is awaited when nothing else was printed for so long; the same again after twice as
+    long, and so on up to an hour."""
     dump_every_steps: int = Field(10, ge=0)
     """Write sample episodes of the first, last and every such step; 0 = never."""
     dump_groups: int = Field(2, ge=1)

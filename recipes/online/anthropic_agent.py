@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from anthropic import Anthropic, APIError
+from anthropic import Anthropic, APIConnectionError, APIError
 
 from areal_ray.agents import Task
 from recipes.calculator.agent import calculate
@@ -41,6 +41,8 @@ def attempt(url: str, session: dict[str, str], task: Task, client: Anthropic) ->
     """One attempt, and what it was worth."""
     try:
         answer = solve(task, client.with_options(api_key=session["api_key"]))
+    except APIConnectionError:  # the gateway is gone, after as many tries as the client makes
+        raise
     except APIError as error:  # this attempt is lost, the next may go well
         print(f"{session['session_id']}: {error}", file=sys.stderr, flush=True)
         return

@@ -1,14 +1,19 @@
-"""The gateway and its agents are killed amid episodes: what was sealed trains, and once."""
+"""Gateway, agents or driver are killed amid episodes: what was sealed trains, and once."""
 
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from areal_ray import launch
 from areal_ray.core.journal import read_ledger
+from recipes.online.sessions import finish
+from recipes.online.sessions import start as start_sessions
+from tests.support.command_line import descendants, is_alive
 from tests.support.online import (
     RECIPE,
     acknowledged,
@@ -16,6 +21,8 @@ from tests.support.online import (
     sessions_trained,
     unaccounted,
 )
+from tests.support.served import Served, commanded, serving
+from tests.support.tiny_models import write_tiny_model
 from tests.support.whole_runs import (
     PATIENCE_S,
     Runs,
@@ -106,3 +113,64 @@ def test_a_resumed_run_takes_up_the_sessions_that_its_checkpoint_does_not_hold(r
     assert taken >= 5
     assert not unaccounted(again.folder, runs.folder / "tiny", [*acknowledged(log), *forgotten])
     assert not forgotten, "sessions of forgotten steps were not taken again"
+
+
+ADMIN_KEY = "admin-key-of-a-run-that-is-killed"
+
+
+def sealed_group(server: Served, task: str) -> list[str]:
+    """Two attempts at a task that differ in their reward; the names of their sessions."""
+    url = server.told("gateway")
+    sessions = start_sessions(url, ADMIN_KEY, task, group_size=2)
+    for reward, session in enumerate(sessions):
+        client = OpenAI(base_url=f"{url}/v1", api_key=session["api_key"])
+        asked = [{"role": "user", "content": f"{task}: what is 2 + 3?"}]
+        client.chat.completions.create(model="policy", messages=asked)
+        finish(url, session, float(reward))
+    return [session["session_id"] for session in sessions]
+
+
+@pytest.mark.parametrize(
+    "steps_taken", [0, pytest.param(1, marks=pytest.mark.extended)], ids=["0-steps", "1-step"]
+)
+def test_a_run_killed_before_its_first_checkpoint_is_resumed_with_all_sealed_sessions(
+    tmp_path: Path, steps_taken: int
+) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    recipe = (
+        "name=early",
+        f"model={{path: {tmp_path}/tiny}}",
+        "steps=2",
+        "admission={groups_per_step: 2, n_samples: 2, min_scored_samples: 1}",
+        "checkpoint.every_steps=null",
+        "learner.ppo_n_minibatches=1",
+    )
+    with serving(
+        str(RECIPE), *recipe, fileroot=tmp_path, name="early", AREAL_RAY_ADMIN_KEY=ADMIN_KEY
+    ) as server:
+        sealed = sealed_group(server, "a")
+        if steps_taken:
+            sealed += sealed_group(server, "b")
+            until(lambda: steps_of(server.folder) == [1], "the first step")
+            sealed += sealed_group(server, "c")
+        left = descendants(server.child.pid)
+        server.child.kill()
+        server.child.wait()
+    until(lambda: not any(map(is_alive, left)), "the end of the processes of the run")
+    assert not list((server.folder / "checkpoints").glob("step-*"))
+    words = ("resume", "early", "--fileroot", str(tmp_path))
+    with commanded(*words, folder=server.folder, AREAL_RAY_ADMIN_KEY=ADMIN_KEY) as again:
+        for task in ("d", "e", "f")[steps_taken * 2 :]:
+            sealed += sealed_group(again, task)
+        assert again.child.wait(PATIENCE_S) == 0, again.lines
+    assert any("resumes at step 0" in line for line in again.lines)
+    assert_books_balance(server.folder, resumed=True)
+    assert steps_of(server.folder) == [1, 2]
+    events = read_ledger(server.folder / "journal")
+    begun = 1 + max(i for i, event in enumerate(events) if event["event"] == "resumed")
+    kept = tmp_path / "second-life"
+    (kept / "journal").mkdir(parents=True)
+    lines = (server.folder / "journal/ledger.jsonl").read_text().splitlines(keepends=True)
+    (kept / "journal/ledger.jsonl").write_text("".join(lines[begun:]))
+    assert len(sealed) == 8
+    assert sorted(sessions_trained(kept)) == sorted(sealed)

@@ -180,7 +180,11 @@ def test_a_malformed_call_is_told_somehow_and_recorded_whole(text):
         chunks = await streamed(gateway, messages=HELLO, tools=[TOOL])
         told = [c for x in chunks for c in x.choices[0].delta.tool_calls or []]
         assert joined(chunks) == (reply.message.content or "")
-        assert len(told) == len(reply.message.tool_calls or [])
+        calls = reply.message.tool_calls or []
+        if told and not calls:  # it began, and nobody can take it for a whole one
+            with pytest.raises(ValueError, match="column"):
+                json.loads("".join(call.function.arguments or "" for call in told))
+        assert len({call.index for call in told}) >= len(calls)
         assert reply.message.content or reply.message.tool_calls
         sampled = [turn.token_ids.tolist() for turn in gateway.sampler.sampled.values()]
         assert sampled[0] == sampled[1]

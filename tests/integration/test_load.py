@@ -1,6 +1,7 @@
 """Load on a real gateway over sockets, and on servers that misbehave."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +12,8 @@ from aiohttp import web
 
 from areal_ray import cli
 from areal_ray.errors import ArealRayError
-from areal_ray.gateway.load import LoadPlan, LoadReport, measure_load
+from areal_ray.gateway.load import LoadPlan, LoadReport, load_table, measure_load
+from areal_ray.telemetry.load_table import print_load
 from tests.support.gateway import serving
 from tests.support.scripted_sampler import Said
 
@@ -136,6 +138,39 @@ def test_refused_and_silent_requests_are_counted_and_the_others_measured():
     report = measured(answer, timeout_s=3.0)
     assert report.errors == {"HTTP 429": 2, "timed out": 1}
     assert (report.num_answered, report.num_tokens) == (3, 3)
+
+
+def test_a_refusal_is_told_in_the_servers_words():
+    async def answer(request: web.Request) -> web.Response:
+        told = {"error": {"message": f"max_tokens: {await request.text()!r:.9} is too much"}}
+        return web.json_response(told, status=400)
+
+    report = measured(answer)
+    (told,) = report.errors  # one kind, though each was told in other words
+    assert told.startswith("HTTP 400: max_tokens: ")
+    assert report.errors[told] == 6
+
+
+def test_a_key_that_is_refused_where_the_list_of_models_is_open_ends_the_load():
+    asked = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        raise web.HTTPUnauthorized
+
+    with pytest.raises(ArealRayError, match=r"the key is refused \(401\).*--api-key-env"):
+        measured(answer)
+    assert asked <= 2
+
+
+def test_the_table_says_its_title_on_one_line_and_each_error_with_its_count():
+    plan = LoadPlan(url="http://127.0.0.1:8000/" + "long/" * 20, num_requests=2)
+    report = measured(streamed(*CHAT))
+    drawn = io.StringIO()
+    print_load(load_table(plan, report), drawn)
+    assert drawn.getvalue().splitlines()[0] == (f"{plan.url}, listed: chat, streamed, 64 at a time")
+    assert "error: 6 x broke off\n" in drawn.getvalue()
 
 
 def test_seconds_end_a_load_that_has_no_number_of_requests():

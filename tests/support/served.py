@@ -54,18 +54,32 @@ def serving(
         name: Of the run.
         variables: Of the server's environment.
     """
+    asked = ("serve", target, *words, f"cluster.fileroot={fileroot}")
+    with commanded(*asked, folder=fileroot / name, **variables) as made:
+        yield made
+
+
+@contextmanager
+def commanded(*words: str, folder: Path, **variables: str) -> Iterator[Served]:
+    """A command of `areal-ray` that serves; killed at the end if it goes on.
+
+    Args:
+        words: Of the command.
+        folder: Of its run.
+        variables: Of its environment.
+    """
     environment = {**clean_environment(), **variables}
     for variable in set(_OURS) - set(variables):
         environment.pop(variable, None)
     child = subprocess.Popen(
-        command("serve", target, *words, f"cluster.fileroot={fileroot}"),
+        command(*words),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    made = Served(child, fileroot / name)
+    made = Served(child, folder)
     reader = threading.Thread(target=made.read, daemon=True)
     reader.start()
     try:

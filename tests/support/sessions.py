@@ -71,6 +71,7 @@ class Desk:
     clock: Clock = field(default_factory=Clock)
     config: Mapping[str, Any] = field(default_factory=dict)
     segment_bytes: int = 16 * 2**20
+    least_siblings: int = 1
     peers: Callable[[], Peers] = Peers
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
@@ -94,7 +95,7 @@ class Desk:
             peers=self.peers,
             clock=self.clock,
         )
-        self.requests = SessionRequests(self.sessions, self.clock)
+        self.requests = SessionRequests(self.sessions, self.clock, ("big",), self.least_siblings)
 
     def ask(self, verb: str, key: str = ADMIN_KEY, **body: Any) -> dict[str, Any]:
         """`start`, `set_reward` or `end`."""

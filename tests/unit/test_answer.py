@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.gateway.answer import Answer, CallLimits
-from areal_ray.gateway.call import Call, CallError, CallHints, ChoiceEnd, TextDelta
+from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, ChoiceEnd, TextDelta
 from areal_ray.gateway.openai_chat import OpenAIChat
 from tests.support.gateway import TOOL, Gateway, ask, make_gateway
 from tests.support.scripted_sampler import Said
@@ -45,15 +45,24 @@ def read(**body: Any) -> Call:
     return OpenAIChat().read({"model": "m", "messages": HELLO, **body}, CallHints())
 
 
-def begun(gateway: Gateway, **body: Any) -> Answer:
+async def begun(gateway: Gateway, **body: Any) -> Answer:
     """The answer to a chat request, its prompt fixed."""
-    return gateway.service.answers.begin(read(**body), gateway.door.record())
+    return await gateway.service.answers.begin(read(**body), gateway.door.record())
+
+
+def replied(gateway: Gateway, **body: Any) -> CallReply:
+    """A chat request answered whole."""
+
+    async def go() -> CallReply:
+        return await (await begun(gateway, **body)).whole()
+
+    return asyncio.run(go())
 
 
 def prompt(gateway: Gateway, messages: Any, **body: Any) -> str:
     """What the model sees of a conversation that nothing precedes."""
     gateway.door.records.clear()
-    asyncio.run(begun(gateway, messages=messages, **body).whole())
+    replied(gateway, messages=messages, **body)
     ids = gateway.sampler.requests[-1].prompt_ids.tolist()
     return gateway.sampler.tokenizer.decode(ids)
 
@@ -129,10 +138,10 @@ def test_a_refused_conversation_is_a_400_that_names_the_message():
     gateway = lettered(TPL_X)
     said = [*HELLO, {"role": "assistant", "content": "5"}, *HELLO, *HELLO]
     with pytest.raises(CallError, match="roles must alternate") as refused:
-        begun(gateway, messages=said)
+        asyncio.run(begun(gateway, messages=said))
     assert (refused.value.status, refused.value.param) == (400, "messages[3]")
     with pytest.raises(CallError):
-        gateway.service.answers.count_prompt_tokens(read(messages=said))
+        asyncio.run(gateway.service.answers.count_prompt_tokens(read(messages=said)))
 
 
 def test_a_developer_is_a_system():
@@ -155,7 +164,7 @@ def test_a_developer_is_a_system():
 )
 def test_the_limits_on_tokens_are_the_smallest_of_those_given_and_the_runs(body, tokens):
     gateway = lettered(script=[Said("5" * 99)], limits=CallLimits(20, 1000))
-    reply = asyncio.run(begun(gateway, **body).whole())
+    reply = replied(gateway, **body)
     assert reply.num_tokens == tokens
     assert reply.choices[0].stop_reason == "length"
 
@@ -164,11 +173,11 @@ def test_what_the_window_does_not_hold_is_not_asked_for_and_a_full_one_is_a_400(
     gateway = lettered(script=[Said("5" * 99)], limits=CallLimits(64, 64))
     overhead = len("[user][/]\n[assistant]")
     fits = [{"role": "user", "content": "x" * (61 - overhead)}]
-    assert asyncio.run(begun(gateway, messages=fits).whole()).num_tokens == 3
+    assert replied(gateway, messages=fits).num_tokens == 3
     for length in (64, 80):
         full = [{"role": "user", "content": "x" * (length - overhead)}]
         with pytest.raises(CallError) as refused:
-            begun(gateway, messages=full)
+            asyncio.run(begun(gateway, messages=full))
         assert refused.value.code == "context_length_exceeded"
         assert "maximum context length is 64 tokens" in str(refused.value)
         assert f"too long: {length} tokens > 63 maximum" in str(refused.value)
@@ -210,7 +219,7 @@ def test_what_the_window_does_not_hold_is_not_asked_for_and_a_full_one_is_a_400(
 )
 def test_a_wrong_field_is_a_400_that_names_it(body, param):
     with pytest.raises(CallError) as refused:
-        begun(lettered(), **body)
+        asyncio.run(begun(lettered(), **body))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert str(refused.value).startswith(param)
 
@@ -219,38 +228,40 @@ def test_a_wrong_field_is_a_400_that_names_it(body, param):
 def test_arguments_that_are_no_json_object_are_a_400(arguments):
     call = {**CALLED, "function": {"name": "add", "arguments": arguments}}
     with pytest.raises(CallError) as refused:
-        begun(lettered(), messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+        asyncio.run(
+            begun(lettered(), messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+        )
     assert (refused.value.status, refused.value.param) == (400, "messages[1]")
 
 
 def test_choices_are_sampled_side_by_side_from_one_prompt_with_seeds_of_their_own():
     gateway = lettered(script=[Said("5"), Said("6"), Said("7")])
-    reply = asyncio.run(begun(gateway, n=3, seed=1).whole())
+    reply = replied(gateway, n=3, seed=1)
     assert [choice.text for choice in reply.choices] == ["5", "6", "7"]
     asked = gateway.sampler.requests
     assert len({request.seed for request in asked}) == 3
     assert len({request.request_id for request in asked}) == 3
     assert len({request.prompt_ids.tobytes() for request in asked}) == 1
     again = lettered(script=[Said("5")])
-    asyncio.run(begun(again, n=3, seed=1).whole())
+    replied(again, n=3, seed=1)
     assert [request.seed for request in again.sampler.requests] == [r.seed for r in asked]
 
 
 def test_a_turn_without_a_seed_has_that_of_its_run_session_and_place():
     gateway = lettered()
-    asyncio.run(begun(gateway).whole())
-    asyncio.run(begun(gateway).whole())
+    replied(gateway)
+    replied(gateway)
     first, second = gateway.sampler.requests
     assert first.seed != second.seed
     again = lettered()
-    asyncio.run(begun(again).whole())
+    replied(again)
     assert again.sampler.requests[0].seed == first.seed
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_only_what_does_not_train_may_be_sampled_otherwise_than_the_run_does(is_trained):
     gateway = lettered(is_trained=is_trained)
-    asyncio.run(begun(gateway, temperature=0, top_p=0.5).whole())
+    replied(gateway, temperature=0, top_p=0.5)
     request = gateway.sampler.requests[0]
     wanted = (None, None) if is_trained else (0.0, 0.5)
     assert (request.temperature, request.top_p) == wanted
@@ -261,7 +272,7 @@ def test_a_sampler_that_fails_is_a_503_and_the_turn_is_not_recorded(stream):
     gateway = lettered(script=[Said("12345", error="replica 3 died")])
 
     async def go() -> None:
-        answer = begun(gateway, stream=stream)
+        answer = await begun(gateway, stream=stream)
         with pytest.raises(CallError, match="replica 3 died") as failed:
             await answered(answer, stream=stream)
         assert (failed.value.status, failed.value.retry_after_s) == (503, 1.0)
@@ -275,7 +286,7 @@ def test_one_choice_that_fails_ends_the_others():
 
     async def go() -> None:
         for stream in (True, False):
-            answer = begun(gateway, n=3, stream=stream)
+            answer = await begun(gateway, n=3, stream=stream)
             with pytest.raises(CallError):
                 await answered(answer, stream=stream)
             gateway.sampler.requests.clear()
@@ -288,7 +299,7 @@ def test_a_stream_that_is_closed_aborts_its_turn_and_nothing_of_it_trains():
     gateway = lettered(script=[Said("123456789")])
 
     async def go() -> None:
-        events = begun(gateway, stream=True).events()
+        events = (await begun(gateway, stream=True)).events()
         async for batch in events:
             assert batch
             break
@@ -310,7 +321,7 @@ def test_what_is_streamed_is_what_is_answered_whole_and_both_are_recorded_alike(
 
     async def go() -> str:
         told = ""
-        async for events in begun(streamed, stop=stop, stream=True).events():
+        async for events in (await begun(streamed, stop=stop, stream=True)).events():
             for event in events:
                 if isinstance(event, TextDelta):
                     told += event.text
@@ -318,7 +329,7 @@ def test_what_is_streamed_is_what_is_answered_whole_and_both_are_recorded_alike(
                     assert event.whole.text == told
         return told
 
-    reply = asyncio.run(begun(whole, stop=stop).whole())
+    reply = replied(whole, stop=stop)
     assert asyncio.run(go()) == reply.choices[0].text
     first, second = trajectories(whole)[0], trajectories(streamed)[0]
     assert first.token_ids.tolist() == second.token_ids.tolist()

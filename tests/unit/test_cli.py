@@ -1,6 +1,8 @@
 """The command line: exit codes, short errors, and that what is printed is what runs."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import areal_ray
 from areal_ray.cli import main
 from areal_ray.recipe import load_recipe
 from areal_ray.run_folder import RunFolder
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 RECIPE = """\
 kind: rl
@@ -90,6 +95,34 @@ def test_plan_shows_which_actor_goes_where(recipe, capsys):
     for actor in ("rollout-0", "rollout-1", "learner-0", "agent-0", "reward-0", "param-sync"):
         assert f"\n{actor} " in out
     assert "1 node with 2 CPUs and 0 GPUs" in out or "GPUs" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("calculator/openai_agent.yaml", "train"), ("online/calculator.yaml", "serve")],
+)
+def test_plan_ends_with_the_command_that_runs_it(name, command, capsys, monkeypatch):
+    monkeypatch.chdir(RECIPES.parent)
+    assert run("plan", f"recipes/{name}", "cluster.num_cpus=2") == 0
+    assert f"\nready: areal-ray {command} recipes/{name} cluster.num_cpus=2\n" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_package_without_the_repository_says_where_the_demo_is(tmp_path):
+    package = Path(areal_ray.__file__).parent
+    shutil.copytree(package, tmp_path / "areal_ray", ignore=shutil.ignore_patterns("__pycache__"))
+    told = subprocess.run(
+        [sys.executable, "-m", "areal_ray.cli", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 2
+    assert told.stderr.startswith("demo: there is no recipes/calculator/grpo.yaml here")
+    assert "Run it in a clone" in told.stderr
 
 
 def test_a_printed_recipe_is_the_recipe_that_runs(recipe, capsys, tmp_path):

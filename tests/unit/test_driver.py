@@ -47,6 +47,7 @@ def run_of(
     return Run(
         steps=1,
         deadlines=DeadlinesConfig(),
+        groups_s=None,
         records=records,
         waits=waits,
         admission=admission,

@@ -11,9 +11,12 @@ from areal_ray.agents.slot_stream import SlotStream
 from areal_ray.core.trajectory import Outcome, Trajectory, decode_group
 from areal_ray.errors import RecipeError
 from areal_ray.gateway.sessions import ReadyGroup
-from areal_ray.gateway_access import GatewayAccess, gateway_problems
+from areal_ray.gateway_access import GatewayAccess, gateway_problems, taken_address
+from areal_ray.plan import plan_run
+from areal_ray.preflight import preflight
 from areal_ray.recipe import load_recipe
 from areal_ray.rewards.reward import ABSTAIN
+from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.ready_group import as_group, num_rewarded
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/online/calculator.yaml"
@@ -71,13 +74,55 @@ def test_an_address_that_cannot_be_had_is_told_before_anything_starts(override, 
     assert said in told
 
 
-def test_a_port_that_is_taken_is_told_and_one_that_is_free_soon_is_waited_for():
+def test_a_port_that_is_taken_is_told_and_one_that_is_free_soon_is_waited_for(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (told,) = gateway_problems(load_recipe(RECIPE, [f"gateway.port={port}"]))
+        recipe = load_recipe(RECIPE, [f"gateway.port={port}", f"cluster.fileroot={tmp_path}"])
+        (told,) = taken_address(recipe)
         assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in told
+        with pytest.raises(RecipeError, match="Address already in use"):
+            preflight(recipe)
+        assert not list(gateway_problems(recipe))
         threading.Timer(0.3, taken.close).start()
-        assert not list(gateway_problems(load_recipe(RECIPE, [f"gateway.port={port}"])))
+        assert not list(taken_address(recipe))
+
+
+def test_a_plan_beside_the_run_that_goes_on_says_what_that_has_and_finds_nothing_wrong(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        recipe = load_recipe(
+            RECIPE,
+            [f"gateway.port={port}", f"cluster.fileroot={tmp_path}", "cluster.num_cpus=8"],
+        )
+        held = RunFolder.claim(recipe.folder, recipe.to_yaml())
+        planned = plan_run(recipe)
+        assert not planned.problems
+        assert [line.split(": ")[1] for line in planned.held] == [
+            "name",
+            "gateway.host, gateway.port",
+        ]
+        held.release()
+        assert len(plan_run(recipe).held) == 1
+    assert not plan_run(recipe).held
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), "waits for its groups as long as it takes"),
+        (("deadlines.groups_s=90",), "waits for its groups 90 s"),
+    ],
+)
+def test_a_quiet_run_waits_unless_its_recipe_says_how_long(overrides, told, tmp_path):
+    recipe = load_recipe(RECIPE, [f"cluster.fileroot={tmp_path}", "cluster.num_cpus=8", *overrides])
+    assert told in plan_run(recipe).table
+
+
+def test_other_kinds_give_up_on_groups_that_do_not_come():
+    deadlines = load_recipe("recipes/calculator/grpo.yaml").deadlines
+    assert deadlines.groups_s is None
+    assert deadlines.groups_limit_s(is_online=False) == 1800
+    assert deadlines.groups_limit_s(is_online=True) is None
 
 
 def test_slots_have_no_end_and_no_name_comes_twice_over_a_resumption():

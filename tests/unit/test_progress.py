@@ -127,13 +127,31 @@ def test_a_quiet_run_says_what_it_waits_for_and_counts():
     progress.beat()
     progress.beat()  # it spoke just now
     clock.now = 32.0
+    progress.beat()  # the same again: later
+    clock.now = 47.0
     progress.beat()
     progress.stop()
     first, second = [line for line in stream.getvalue().splitlines() if "since" in line]
     assert first.strip() == (
         "16.0 s since step 3: learner waits for 3 of 16 groups; groups running 12, turns 1,084"
     )
-    assert second.strip().startswith("32.0 s since step 3: ")
+    assert second.strip().startswith("47.0 s since step 3: ")
+
+
+def test_what_is_only_repeated_comes_at_longer_intervals_and_news_at_once():
+    progress, stream, clock = spoken(heartbeat_s=15.0)
+    progress.start(HEADER)
+    for second in range(1, 20_001):
+        clock.now = float(second)
+        calls = 5 if second > 19_900 else 4
+        progress.on_status(StatusView(counts={"calls": calls, "under way": 0}))
+        progress.beat()
+    progress.stop()
+    said = [line.strip() for line in stream.getvalue().splitlines() if "since" in line]
+    repeated = [line for line in said if "calls 4, under way 0" in line]
+    assert 8 <= len(repeated) <= 14, said  # 15, 30, 60 s and so on to an hour, in five and a half
+    assert "calls 5, under way 0" in said[len(repeated)]
+    assert said[len(repeated)].startswith("5 h 31 min")
 
 
 def test_the_heartbeat_comes_by_itself():

@@ -1,5 +1,6 @@
 """Prompts of megabytes are refused by a glance at them, and none that would be right."""
 
+import asyncio
 import time
 
 import pytest
@@ -51,10 +52,10 @@ def test_a_call_of_megabytes_is_refused_like_any_that_is_too_long_and_counted_in
     said = [{"role": "user", "content": "hello world " * 2_000_000}]
     began = time.monotonic()
     with pytest.raises(CallError, match=r"too long: 1[56]\d{6} tokens > 1023 maximum") as refused:
-        begun(gateway, messages=said)
+        asyncio.run(begun(gateway, messages=said))
     assert refused.value.code == "context_length_exceeded"
     assert gateway.recorder.num_turns == 0  # not even looked at
-    count = gateway.service.answers.count_prompt_tokens(read(messages=said))
+    count = asyncio.run(gateway.service.answers.count_prompt_tokens(read(messages=said)))
     assert count == pytest.approx(16_000_000, rel=0.01)
     assert time.monotonic() - began < 30  # several minutes where all of it is encoded
 
@@ -65,5 +66,5 @@ def test_the_message_at_fault_is_found_among_thousands(place):
     said = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(3000)]
     said[place] = said[place - 1]
     with pytest.raises(CallError, match="roles must alternate") as refused:
-        begun(gateway, messages=said)
+        asyncio.run(begun(gateway, messages=said))
     assert refused.value.param == f"messages[{place}]"

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jiter import from_json
 
 from areal_ray.agents.episode import AgentConfig
 from areal_ray.core.turn import Reply
-from areal_ray.gateway.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
-from areal_ray.gateway.reply_parser import REASONING_MARKS, ReplyFormat, call_id
+from areal_ray.gateway.pieces import CallPiece, Piece, ReasoningPiece, TextPiece, call_id
+from areal_ray.gateway.reply_parser import REASONING_MARKS, ReplyFormat, ReplyParser
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.tool_formats import TOOL_FORMATS, guess_tool_format
+from tests.support.pieces import joined, unfinished
 from tests.support.templates import TPL_A, letter_tokenizer
 
 PARAMETERS = {
@@ -50,13 +52,6 @@ def said(reply: Reply) -> tuple[str, str, list[tuple[str, str]]]:
 
 def read(text: str, tool_parser: str = "hermes", tools: Any = TOOLS) -> Any:
     return said(replies(tool_parser).read(text, tools, OUTSIDE))
-
-
-def joined(pieces: list[Piece]) -> Reply:
-    thought = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
-    text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
-    calls = tuple(piece.call for piece in pieces if isinstance(piece, CallPiece))
-    return Reply(text, calls, thought)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a" :  1 }}\n</tool_call>'
@@ -366,12 +361,123 @@ def test_in_whatever_chunks_a_reply_comes_it_says_the_same(scraps, tool_parser, 
     whole = reader.read(text, TOOLS, prompt, key="turn")
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     parser = reader.parser(TOOLS, prompt, key="turn")
+    pieces = in_cuts(parser, text, cuts)
+    assert joined(pieces) == parser.reply == whole
+    assert all(not isinstance(piece, TextPiece | ReasoningPiece) or piece.text for piece in pieces)
+
+
+def in_cuts(parser: ReplyParser, text: str, cuts: list[int]) -> list[Piece]:
+    """All that a parser tells of a text that comes in these parts."""
     pieces: list[Piece] = []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         pieces += parser.feed(text[start:end])
-    pieces += parser.finish()
+    return pieces + parser.finish()
+
+
+def is_beginning(text: str) -> bool:
+    """Whether a text is the beginning of a JSON object and not the whole of one, as the parser of
+    Anthropic's and OpenAI's SDKs has it, which raises for what is none."""
+    read = from_json(text.encode(), partial_mode=True) if text else {}
+    with pytest.raises(ValueError, match="column"):
+        json.loads(text)
+    return isinstance(read, dict)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+ARGUMENTS = st.dictionaries(st.text(max_size=5), JSON, max_size=4)
+WRITTEN = {
+    "hermes": '<tool_call>\n{{"x": [1], "name": "add", "arguments": {}}}\n</tool_call>',
+    "llama3": '{{"type": "function", "name": "add", "parameters": {}}}',
+    "mistral": "[TOOL_CALLS]add{}",
+}
+
+
+@given(st.sampled_from(sorted(WRITTEN)), ARGUMENTS, st.booleans(), st.sampled_from([None, 2]),
+       st.data())  # fmt: skip
+def test_arguments_are_told_as_they_come_and_are_those_of_the_whole_call(
+    tool_parser, arguments, is_ascii, indent, data
+):
+    written = json.dumps(arguments, ensure_ascii=is_ascii, indent=indent)
+    text = WRITTEN[tool_parser].format(written)
+    whole = replies(tool_parser).read(text, TOOLS, OUTSIDE, key="turn")
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    parser = replies(tool_parser).parser(TOOLS, OUTSIDE, key="turn")
+    pieces = in_cuts(parser, text, cuts)
     assert joined(pieces) == parser.reply == whole
-    assert all(not isinstance(piece, TextPiece | ReasoningPiece) or piece.text for piece in pieces)
+    assert [call.arguments for call in whole.tool_calls] == [written]
+    assert not unfinished(pieces)
+
+
+@given(st.sampled_from(sorted(WRITTEN)), ARGUMENTS, st.data())
+def test_a_call_that_turns_out_to_be_none_stays_unfinished_and_its_text_is_told(
+    tool_parser, arguments, data
+):
+    """Cut off, or with something in it that does not belong there."""
+    text = WRITTEN[tool_parser].format(json.dumps(arguments))
+    end = data.draw(st.integers(0, len(text) - 1))
+    text = text[:end] + data.draw(st.sampled_from(["", "}", '"', "x", "\\", "\x00", "{", ": 1,"]))
+    text += data.draw(st.sampled_from(["", text[end:], CALL]))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    parser = replies(tool_parser).parser(TOOLS, OUTSIDE, key="turn")
+    pieces = in_cuts(parser, text, cuts)
+    whole = replies(tool_parser).read(text, TOOLS, OUTSIDE, key="turn")
+    assert joined(pieces) == parser.reply == whole
+    assert all(is_beginning(call.arguments) for call in unfinished(pieces))
+
+
+def told_by_letters(text: str, tool_parser: str = "hermes") -> list[str]:
+    """Names and arguments of calls as they come, a letter at a time; the end last."""
+    parser = replies(tool_parser).parser(TOOLS, OUTSIDE)
+    pieces = [piece for letter in text for piece in parser.feed(letter)]
+    return [
+        piece.name or piece.arguments or "unfinished"
+        for piece in [*pieces, *parser.finish()]
+        if isinstance(piece, CallPiece)
+    ]
+
+
+def test_a_call_begins_with_its_name_once_its_arguments_do_and_ends_with_the_last_brace():
+    assert told_by_letters('<tool_call>{"name": "add", "arguments": {"a": 12}}</tool_call>') == [
+        *("add", "{", '"', "a", '"', ":", " ", "12", "}"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        # What the model rewrote after it was told: nobody may run the first.
+        (
+            '{"name": "add", "arguments": {"a": 1}, "name": "sub"}',
+            ["add", '{"a":1', "unfinished", 'sub{"a": 1}'],
+        ),
+        ('{"arguments": {"a": 1}, "name": "add"}', ['add{"a": 1}']),
+        ('{"name": "add", "arguments": "{}"}', []),
+        ('{"name": "add", "arguments": {"a": 1 1}}', ["add", '{"a":1', "unfinished"]),
+        ('{"name": "add", "arguments": {"a": NaN}}', ["add", '{"a":', "unfinished"]),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', ["add", '{"a":"', "unfinished"]),
+        ('{"name": "add", "arguments": {"a": 1}} }', ["add", '{"a":1', "unfinished"]),
+    ],
+)
+def test_what_is_told_of_a_call_that_goes_wrong_is_no_whole_call(text, told):
+    parser = replies().parser(TOOLS, OUTSIDE)
+    text = f"<tool_call>{text}</tool_call>"
+    pieces = [piece for letter in text for piece in parser.feed(letter)] + parser.finish()
+    shown: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, CallPiece) and (piece.name or piece.is_unfinished):
+            shown.append((piece.name or "unfinished") + piece.arguments)
+            if piece.name and not piece.arguments:
+                shown.append("")
+        elif isinstance(piece, CallPiece):
+            shown[-1] += piece.arguments.strip()
+    assert shown == told
+    assert joined(pieces) == parser.reply
 
 
 @given(st.text(), PARSERS)

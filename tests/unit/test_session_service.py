@@ -63,6 +63,15 @@ def test_a_step_that_an_earlier_resumption_forgot_counts_for_nothing():
     }
 
 
+def test_a_slot_that_failed_after_a_resumption_says_nothing_of_the_sessions_that_it_had_before():
+    events = [
+        committed("0/slot-0/0", "a"),
+        {"event": "resumed", "step": 0, "version": 0},
+        {"event": "failed", "group": "0/slot-0/0", "reason": "actor lost"},
+    ]
+    assert told(events, 0) == {"a": ("hand_back", "")}
+
+
 def test_groups_without_sessions_are_nobodys_business():
     events = [{"event": "committed", "group": "0/t/0"}, trained(1, "0/t/0")]
     assert told(events, 1) == {}

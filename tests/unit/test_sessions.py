@@ -1,6 +1,7 @@
 """Sessions: who may call what, how they end, and what training is given of them."""
 
 import logging
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -186,6 +187,17 @@ def test_a_reward_for_nothing_or_of_nothing_is_refused(desk, body, status):
     with refused(status):
         desk.ask("set_reward", started["api_key"], **body)
     desk.ask("set_reward", started["api_key"], reward=1)
+
+
+@pytest.mark.parametrize("evil", ["\x1b]0;owned\x07", "a\nb", "\x9b2J", "\u202eb"])
+def test_names_that_a_terminal_would_obey_are_refused_at_the_door(desk, evil):
+    for field in ("task_id", "request_id", "api_key", "model"):
+        with refused(400):
+            desk.start(**{field: evil})
+    started = desk.start()
+    for field in ("session_id", "conversation_id", "interaction_id", "request_id"):
+        with refused(400):
+            desk.ask("set_reward", started["api_key"], reward=1, **{field: evil})
 
 
 def test_late_feedback_finds_its_session_by_reply_or_by_the_clients_own_name_for_it(desk):
@@ -395,6 +407,44 @@ def test_a_start_that_makes_no_sense_is_refused(desk, body):
     with refused(400):
         desk.start(**body)
     assert desk.sessions.counts().num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "group_size: is 1; must be >= 2, the rewards that a group needs. Ask for 2"),
+        ({"group_size": 1}, "is 1; must be >= 2"),
+        (
+            {"api_key": FIXED_KEY},
+            "one session at a time: set admission.n_samples=1",
+        ),
+    ],
+)
+def test_a_group_that_training_could_not_take_is_refused_before_agents_work_for_it(
+    new_desk, body, says
+):
+    desk = new_desk(least_siblings=2)
+    with pytest.raises(CallError, match=re.escape(says)):
+        desk.start(**body)
+    assert desk.sessions.counts().num_open == 0
+    assert len(desk.start(group_size=2)["sessions"]) == 2
+    assert desk.start(api_key=FIXED_KEY, model="big")["session_id"]  # training takes none of it
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "says"),
+    [
+        ("start", {"task_id": None}, "task_id: is missing; must be a string"),
+        ("start", {"task_id": ""}, "task_id: is empty; must be a string"),
+        ("set_reward", {"reward": 1, "session_id": "x"}, "session 'x': there is none"),
+        ("set_reward", {"reward": 1, "conversation_id": "x"}, "conversation 'x': there is none"),
+        ("set_reward", {"reward": 1, "interaction_id": "x"}, "reply 'x': there is none"),
+        ("set_reward", {"reward": 1}, "session_id: is missing"),
+    ],
+)
+def test_what_is_missing_is_called_by_its_name(desk, verb, body, says):
+    with pytest.raises(CallError, match=re.escape(says)):
+        desk.ask(verb, **body)
 
 
 def test_a_replica_has_a_name_that_can_be_part_of_a_key(tmp_path):

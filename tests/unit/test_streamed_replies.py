@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.core.turn import Reply
-from areal_ray.gateway.pieces import CallPiece, ReasoningPiece, TextPiece
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.gateway.text_stream import TextStream
+from tests.support.pieces import joined
 from tests.support.templates import EOS, PAD, TPL_A, ScriptedTurn, letter_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -44,11 +44,7 @@ def streamed(reader: ReplyFormat, ids: list[int], prompt_ids: Any, key: str = ""
     stream, parser = TextStream(reader.decode, ("STOP",)), reader.parser(TOOLS, prompt_ids, key)
     pieces = [piece for i in ids for piece in parser.feed(stream.feed([i]))]
     pieces += parser.feed(stream.finish()) + parser.finish()
-    return Reply(
-        "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)),
-        tuple(piece.call for piece in pieces if isinstance(piece, CallPiece)),
-        "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece)),
-    )
+    return joined(pieces)
 
 
 def content(reply: Reply) -> Any:
