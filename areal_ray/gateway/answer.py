@@ -21,6 +21,7 @@ from areal_ray.core.turn import (
     PromptedTurn,
     Reply,
     SampledTurn,
+    SamplingWishes,
     TurnChunk,
     TurnEnd,
     TurnRequest,
@@ -106,6 +107,10 @@ class Answers:
         if call.n > self.limits.max_choices:
             told = f"n: is {call.n}; must be <= {self.limits.max_choices}"
             raise CallError(400, "invalid_value", told, param="n")
+        if call.unserved and not record.is_trained:  # else passed over, as all such wishes are
+            name = call.unserved[0]
+            told = f"{name}: is not served here. Leave it out"
+            raise CallError(400, "invalid_value", told, param=name)
         recorder = record.recorder
         try:
             turn = recorder.open_turn(
@@ -214,6 +219,7 @@ class Answer:
             prefix_key=record.prefix_key or record.session_id,
             temperature=call.temperature if is_free else None,
             top_p=call.top_p if is_free else None,
+            wishes=call.wishes if is_free else SamplingWishes(),
             grammar=grammar,
         )
 

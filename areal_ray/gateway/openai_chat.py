@@ -29,7 +29,6 @@ from areal_ray.gateway.fields import (
     read_count,
     read_flag,
     read_items,
-    read_number,
     read_seed,
     read_stop,
     read_text,
@@ -40,6 +39,7 @@ from areal_ray.gateway.fields import (
 )
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway.openai_shapes import DONE, chat_usage, openai_error, shown_logprobs
+from areal_ray.gateway.sampling_fields import read_sampling
 
 _ROLES = {
     "system": "system",
@@ -83,8 +83,7 @@ class OpenAIChat:
             stop=read_stop(body),
             n=read_count(body, "n") or 1,
             seed=read_seed(body),
-            temperature=read_number(body, "temperature", 0.0, 2.0),
-            top_p=read_number(body, "top_p", 0.0, 1.0),
+            **read_sampling(body),
             logprobs=bool(body.get("logprobs")),
             top_logprobs=_top_logprobs(body),
             **_json_schema(body.get("response_format")),
