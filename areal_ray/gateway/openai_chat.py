@@ -214,7 +214,8 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     try:
         plain = canonical({**message, "role": _ROLES[role]}, index)
     except ValueError as error:
-        raise CallError(400, "invalid_value", str(error), param=where) from error
+        place, _, _ = str(error).partition(":")
+        raise CallError(400, "invalid_value", str(error), param=place) from error
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if type(reasoning) is str:
