@@ -27,7 +27,9 @@ def test_a_slice_across_parts_is_that_of_the_whole(
 def test_what_lies_as_it_is_wanted_is_not_copied() -> None:
     weight = torch.randn(64, 24)
     read = JoinedRows([weight]).read(slice(8, 16), torch.empty)
-    assert read.data_ptr() == weight[8:].data_ptr() and torch.equal(read, weight[8:16])
+    assert read.data_ptr() == weight[8:].data_ptr()
+    assert torch.equal(read, weight[8:16])
     for other in (weight.t().contiguous().t(), weight.bfloat16()):
         read = JoinedRows([other]).read(slice(8, 16), torch.empty)
-        assert read.is_contiguous() and torch.equal(read, other[8:16].float())
+        assert read.is_contiguous()
+        assert torch.equal(read, other[8:16].float())
