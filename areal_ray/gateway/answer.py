@@ -39,6 +39,7 @@ from areal_ray.gateway.call import (
     Choice,
     ChoiceEnd,
 )
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.off_loop import OffLoop, num_characters
@@ -60,19 +61,6 @@ _RETRY_S = 1.0
 _COUNTED_TOKENS = 1 << 15
 PROMPT_FILLS_CONTEXT = "the prompt fills the context"
 _CANCELLED = "the call was cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """What the run allows a call."""
-
-    max_new_tokens: int
-    """Of one choice; also where a call names none. More is clamped."""
-    context_tokens: int
-    """Prompt and sampled tokens together."""
-    max_choices: int = 16
-    stop: tuple[str, ...] = ()
-    """Texts that end every turn; a call may add others."""
 
 
 class Answers:
@@ -109,12 +97,7 @@ class Answers:
             CallError: 400: a message cannot be read, the template refuses the conversation, the
                 prompt leaves no room to answer, or too many choices are asked for.
         """
-        if call.n > (most := self.limits.max_choices):
-            raise CallError(400, "invalid_value", f"n: is {call.n}; must be <= {most}", param="n")
-        if call.unserved and not record.is_trained:  # else passed over, as all such wishes are
-            name = call.unserved[0]
-            told = f"{name}: is not served here. Leave it out"
-            raise CallError(400, "invalid_value", told, param=name)
+        self.limits.check(call, is_trained=record.is_trained)
         recorder, opened = record.recorder, list[PromptedTurn]()
         try:
             work = partial(self._open, call, recorder, opened)

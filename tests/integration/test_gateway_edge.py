@@ -13,8 +13,8 @@ import aiohttp
 import openai
 import pytest
 
-from areal_ray.gateway.answer import CallLimits
 from areal_ray.gateway.app import make_app
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.server import GatewayServer
 from tests.support.gateway import Gateway, make_gateway, serving

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_ray.gateway.answer import Answer, CallLimits
+from areal_ray.gateway.answer import Answer
 from areal_ray.gateway.anthropic import AnthropicMessages
 from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, ChoiceEnd, TextDelta
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.openai_chat import OpenAIChat
 from areal_ray.gateway.openai_completions import OpenAICompletions
 from tests.support.gateway import TOOL, Gateway, ask, make_gateway
@@ -194,8 +195,11 @@ def test_what_the_window_does_not_hold_is_not_asked_for_and_a_full_one_is_a_400(
         ({"messages": [7]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [*HELLO, {"role": ["user"], "content": "x"}]}, "messages[1].role"),
-        ({"messages": [*HELLO, {"role": "user", "content": 7}]}, "messages[1]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
+        ({"messages": [*HELLO, {"role": "user", "content": 7}]}, "messages[1].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
@@ -233,7 +237,7 @@ def test_arguments_that_are_no_json_object_are_a_400(arguments):
         asyncio.run(
             begun(lettered(), messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
         )
-    assert (refused.value.status, refused.value.param) == (400, "messages[1]")
+    assert (refused.value.status, refused.value.param) == (400, "messages[1].tool_calls")
 
 
 def test_choices_are_sampled_side_by_side_from_one_prompt_with_seeds_of_their_own():
@@ -277,7 +281,11 @@ def test_what_a_client_asks_of_sampling_reaches_the_sampler_or_is_refused(dialec
 
     def ask(**asked: Any) -> Any:
         call = dialect.read({**said, **asked}, CallHints())
-        asyncio.run(gateway.service.begin(call, gateway.door.record()).whole())
+
+        async def answered() -> None:
+            await (await gateway.service.begin(call, gateway.door.record())).whole()
+
+        asyncio.run(answered())
         return gateway.sampler.requests[-1].wishes.given()
 
     penalties = {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.2}
