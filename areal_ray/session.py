@@ -32,6 +32,7 @@ from areal_ray.ending import close_records, report_on, root_cause, summary_of
 from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError, StorageError
 from areal_ray.gateway.keys import hash_key
 from areal_ray.gateway_access import GatewayAccess, access_key
+from areal_ray.header import header_of
 from areal_ray.prepare import begin_at, make_model
 from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
@@ -46,7 +47,6 @@ from areal_ray.telemetry.progress import Progress, open_progress
 from areal_ray.telemetry.sinks import MetricLog, Sink, open_metric_log
 from areal_ray.telemetry.summary import RunOutcome, Summary, write_summary
 from areal_ray.telemetry.tally import RunTally
-from areal_ray.telemetry.views import Header
 from areal_ray.telemetry.waits import WaitBoard
 
 _log = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ class Session:
         return self._records
 
     def _begin(self, steps: int, begin: StartPoint) -> None:
-        self._progress.start(_header(self.recipe, steps, begin))
+        self._progress.start(header_of(self.recipe, steps, begin))
 
     async def _save_model(self, run: LearnerRun) -> None:
         """The final weights as a Hugging Face checkpoint, written beside and then renamed."""
@@ -362,39 +362,3 @@ def _metric_log(recipe: Recipe, begin: StartPoint) -> MetricLog:
         resume_step=begin.last_row if begin.is_resumed else None,
         extra_sinks=sinks,
     )
-
-
-def _header(recipe: Recipe, steps: int, begin: StartPoint) -> Header:
-    return Header(
-        name=recipe.run_name,
-        kind=recipe.kind,
-        total_steps=steps,
-        first_step=begin.step,
-        folder=str(recipe.folder),
-        facts=_facts(recipe, begin),
-    )
-
-
-def _facts(recipe: Recipe, begin: StartPoint) -> dict[str, str]:
-    facts = {"model": begin.model_path, "seed": str(recipe.seed)}
-    if recipe.model.lora is not None:
-        facts["adapters"] = recipe.model.lora.described
-    if recipe.parts.loop == "serve":
-        replicas = f"{recipe.rollout.replicas} rollout, {recipe.gateway.replicas} gateway"
-        facts |= {"engine": recipe.rollout.engine.kind, "actors": replicas}
-    if recipe.parts.loop == "train" and recipe.admission is not None:
-        admission = recipe.admission
-        facts["step"] = f"{admission.groups_per_step} groups x {admission.n_samples} episodes"
-        facts["staleness"] = (
-            f"at most {admission.max_head_offpolicyness} versions, then {admission.at_consumption}"
-        )
-        facts["objective"] = recipe.objective.kind
-        if recipe.evaluation is not None:
-            facts["evaluation"] = recipe.evaluation.described(recipe.rollout.sampling)
-        agents = recipe.gateway if recipe.parts.serves else recipe.agent
-        facts["actors"] = (
-            f"{recipe.rollout.replicas} rollout, {recipe.learner.ranks} learner, "
-            f"{agents.replicas} {'gateway' if recipe.parts.serves else 'agent'}, "
-            f"{recipe.scoring.replicas if recipe.scoring else 0} reward"
-        )
-    return facts

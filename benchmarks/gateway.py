@@ -29,7 +29,7 @@ import numpy as np
 import uvloop
 
 from areal_ray.core.turn import TurnRequest
-from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.load import LoadPlan, LoadReport, measure_load
 from benchmarks.common import finish, median, options, table
 from tests.support.gateway import Gateway, serving

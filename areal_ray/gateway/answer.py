@@ -22,6 +22,7 @@ from areal_ray.core.turn import (
     PromptedTurn,
     Reply,
     SampledTurn,
+    SamplingWishes,
     TurnChunk,
     TurnEnd,
     TurnRequest,
@@ -38,6 +39,7 @@ from areal_ray.gateway.call import (
     Choice,
     ChoiceEnd,
 )
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.off_loop import OffLoop, num_characters
@@ -59,19 +61,6 @@ _RETRY_S = 1.0
 _COUNTED_TOKENS = 1 << 15
 PROMPT_FILLS_CONTEXT = "the prompt fills the context"
 _CANCELLED = "the call was cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """What the run allows a call."""
-
-    max_new_tokens: int
-    """Of one choice; also where a call names none. More is clamped."""
-    context_tokens: int
-    """Prompt and sampled tokens together."""
-    max_choices: int = 16
-    stop: tuple[str, ...] = ()
-    """Texts that end every turn; a call may add others."""
 
 
 class Answers:
@@ -108,8 +97,7 @@ class Answers:
             CallError: 400: a message cannot be read, the template refuses the conversation, the
                 prompt leaves no room to answer, or too many choices are asked for.
         """
-        if call.n > (most := self.limits.max_choices):
-            raise CallError(400, "invalid_value", f"n: is {call.n}; must be <= {most}", param="n")
+        self.limits.check(call, is_trained=record.is_trained)
         recorder, opened = record.recorder, list[PromptedTurn]()
         try:
             work = partial(self._open, call, recorder, opened)
@@ -232,6 +220,7 @@ class Answer:
             prefix_key=record.prefix_key or record.session_id,
             temperature=call.temperature if is_free else None,
             top_p=call.top_p if is_free else None,
+            wishes=call.wishes if is_free else SamplingWishes(),
             grammar=grammar,
         )
 

@@ -33,7 +33,7 @@ from areal_ray.core.trajectory import (
     encode_group,
 )
 from areal_ray.engines.protocols import GenerationRequest, GenerationResult, SamplingConfig
-from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.template import ChatTemplate, model_context_tokens
 from areal_ray.runtime.cluster import own_environment

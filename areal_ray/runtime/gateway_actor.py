@@ -19,8 +19,9 @@ from areal_ray.core.storage import replace_text, writing
 from areal_ray.core.summaries import GroupSummary
 from areal_ray.engines.protocols import SamplingConfig
 from areal_ray.errors import ArealRayError
-from areal_ray.gateway.answer import Answers, CallLimits
+from areal_ray.gateway.answer import Answers
 from areal_ray.gateway.app import Service, make_app
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.door import Door, OpenDoor
 from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.peers import Peers

@@ -25,8 +25,9 @@ from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Outcome
 from areal_ray.core.turn import SampledTurn, TurnChunk, TurnEnd, TurnRequest, TurnSampler
 from areal_ray.errors import ArealRayError
-from areal_ray.gateway.answer import Answers, CallLimits
+from areal_ray.gateway.answer import Answers
 from areal_ray.gateway.app import Service, make_app
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.episode_door import EpisodeDoor, EpisodeSession, add_reward_route
 from areal_ray.gateway.record_policy import RecordPolicy

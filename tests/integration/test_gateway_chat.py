@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.call_limits import CallLimits
 from tests.support.gateway import TOOL, Gateway, serving
 from tests.support.scripted_sampler import Said
 from tests.support.tiny_models import tiny_tokenizer

@@ -8,7 +8,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.limits import EdgeLimits
 from tests.support.gateway import Gateway
 from tests.support.scripted_sampler import Said

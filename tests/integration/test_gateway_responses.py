@@ -7,7 +7,7 @@ import aiohttp
 import openai
 import pytest
 
-from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.reply_store import ReplyStore
 from tests.support.gateway import Gateway

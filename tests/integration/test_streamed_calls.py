@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic
 
-from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.call_limits import CallLimits
 from tests.support.gateway import Gateway
 from tests.support.scripted_sampler import Said
 from tests.support.sdk_clients import HELLO, SHOWS_ALL, check_extends, run

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from areal_ray.engines.torch_generation import TorchGenerationEngine
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
-from areal_ray.gateway.answer import CallLimits
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.template import ChatTemplate
 from tests.support.engine_sampler import EngineSampler
 from tests.support.gateway import Gateway, serving

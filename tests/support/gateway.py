@@ -10,9 +10,10 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from areal_ray.core.turn import TurnRequest
-from areal_ray.gateway.answer import Answers, CallLimits
+from areal_ray.gateway.answer import Answers
 from areal_ray.gateway.app import Service, make_app
 from areal_ray.gateway.call import CallError, CallHints
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy

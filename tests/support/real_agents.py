@@ -15,8 +15,9 @@ import pytest
 
 from areal_ray.core.trajectory import Trajectory
 from areal_ray.gateway import keys
-from areal_ray.gateway.answer import Answers, CallLimits
+from areal_ray.gateway.answer import Answers
 from areal_ray.gateway.app import Service
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.limits import EdgeLimits
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder

@@ -12,9 +12,10 @@ import aiohttp
 import numpy as np
 
 from areal_ray.gateway import keys
-from areal_ray.gateway.answer import Answers, CallLimits
+from areal_ray.gateway.answer import Answers
 from areal_ray.gateway.app import Service
 from areal_ray.gateway.call import CallHints
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.peers import Peers
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.recorder import Recorder

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from areal_ray.core.turn import TurnRequest
-from areal_ray.gateway.answer import CallLimits
 from areal_ray.gateway.call import CallError
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.off_loop import LARGE_CHARACTERS
 from tests.support.gateway import Gateway, ask, make_gateway
 from tests.support.scripted_sampler import Said
@@ -54,7 +54,7 @@ def test_a_large_body_is_read_beside_the_loop_and_its_faults_are_told():
         body["messages"][0] = {"role": "user", "content": "x" * LARGE_CHARACTERS}
         answered = await ask(gateway(), body)
         assert answered.status == 400
-        assert answered.json()["error"]["param"] == "messages[1]"
+        assert answered.json()["error"]["param"] == "messages[1].content"
         answered = await ask(gateway(), json.dumps(body).encode()[:-1])
         assert answered.status == 400
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_ray.gateway.answer import CallLimits
 from areal_ray.gateway.call import CallError
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.prompt_length import PromptTooLong, check_length, guessed_tokens
 from tests.support.gateway import make_gateway
 from tests.support.scripted_sampler import Said
