@@ -340,8 +340,7 @@ async def _start_rl(
     run = await start_rl(graph, records, waits, ledger, admin_key_hash=hash_key(key))
     if not isinstance(run.agents, SessionService):
         return run, None
-    urls = list(run.agents.urls.values())[: graph.recipe.gateway.replicas]  # the rest leaves
-    return run, GatewayAccess(tuple(urls), admin_key=key)
+    return run, GatewayAccess(run.agents.first_urls(graph.recipe.gateway.replicas), admin_key=key)
 
 
 async def _start_inference(graph: ActorGraph, records: Records) -> tuple[ServingRun, GatewayAccess]:

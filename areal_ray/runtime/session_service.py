@@ -71,6 +71,10 @@ class SessionService:
         self._outboxes[name] = _Outbox()
         self.urls[name] = url
 
+    def first_urls(self, count: int) -> tuple[str, ...]:
+        """Of the gateways that the run begins with; those that it only takes back come after."""
+        return tuple(self.urls.values())[:count]
+
     def part(self, name: str) -> None:
         """A gateway less; it holds no session."""
         del self._outboxes[name], self.urls[name], self._owing[name]
