@@ -155,7 +155,7 @@ def digest(content: bytes | NDArray[np.uint8]) -> str:
 class RunningDigest:
     """The digest of contiguous bytes that come in parts, each hashed while a cache holds it."""
 
-    PART_BYTES = 512 * 1024
+    PART_BYTES = 2 * 1024**2
     """As many are worth one step."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ These are the nouns that the chat client (agents) and the recorder (gateway) sha
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,6 +90,28 @@ class TurnRecorder(Protocol):
         """Record what was sampled for `turn` and read it back, up to a stop string."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingWishes:
+    """What a client wants of the sampling of a turn beside temperature and top_p; None = the run's.
+
+    For serving without training alone, like these two.
+    """
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[str, float], ...] | None = None
+    """Token ids as text, each with what is added to its logit."""
+
+    def given(self) -> dict[str, Any]:
+        """Those that are no None, by the names of `SamplingConfig`."""
+        told = {one.name: getattr(self, one.name) for one in fields(self)}
+        found = {name: value for name, value in told.items() if value is not None}
+        return found | ({"logit_bias": dict(self.logit_bias)} if self.logit_bias else {})
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """One turn to sample, for a `TurnSampler`."""
@@ -106,6 +128,7 @@ class TurnRequest:
     temperature: float | None = None
     """None = the run's; so with top_p. Others are for serving without training alone."""
     top_p: float | None = None
+    wishes: SamplingWishes = SamplingWishes()
     grammar: str = ""
     """What its text is held to, see `core.grammars`; empty = nothing."""
 

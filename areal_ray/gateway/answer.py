@@ -22,6 +22,7 @@ from areal_ray.core.turn import (
     PromptedTurn,
     Reply,
     SampledTurn,
+    SamplingWishes,
     TurnChunk,
     TurnEnd,
     TurnRequest,
@@ -110,6 +111,10 @@ class Answers:
         """
         if call.n > (most := self.limits.max_choices):
             raise CallError(400, "invalid_value", f"n: is {call.n}; must be <= {most}", param="n")
+        if call.unserved and not record.is_trained:  # else passed over, as all such wishes are
+            name = call.unserved[0]
+            told = f"{name}: is not served here. Leave it out"
+            raise CallError(400, "invalid_value", told, param=name)
         recorder, opened = record.recorder, list[PromptedTurn]()
         try:
             work = partial(self._open, call, recorder, opened)
@@ -232,6 +237,7 @@ class Answer:
             prefix_key=record.prefix_key or record.session_id,
             temperature=call.temperature if is_free else None,
             top_p=call.top_p if is_free else None,
+            wishes=call.wishes if is_free else SamplingWishes(),
             grammar=grammar,
         )
 

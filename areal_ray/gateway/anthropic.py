@@ -29,7 +29,6 @@ from areal_ray.gateway.fields import (
     read_flag,
     read_function,
     read_items,
-    read_number,
     read_parts,
     read_stop,
     read_text,
@@ -38,6 +37,7 @@ from areal_ray.gateway.fields import (
     strict_names,
 )
 from areal_ray.gateway.messages import canonical
+from areal_ray.gateway.sampling_fields import read_sampling
 
 _BETWEEN_BLOCKS = "\n\n"
 _ERROR_TYPES = {
@@ -76,8 +76,7 @@ class AnthropicMessages:
             parallel_tool_calls=not read_flag(choice, "disable_parallel_tool_use", default=False),
             max_tokens=read_count(body, "max_tokens"),
             stop=read_stop(body, "stop_sequences"),
-            temperature=read_number(body, "temperature", 0.0, 2.0),
-            top_p=read_number(body, "top_p", 0.0, 1.0),
+            **read_sampling(body),
             **_json_schema(body),
             strict_tools=strict_names(tool for _, tool in read_items(body, "tools")),
             stream=read_flag(body, "stream", default=False),

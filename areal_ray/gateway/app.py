@@ -53,6 +53,10 @@ _DIALECTS: tuple[Dialect, ...] = (
 )
 _PACKED = 4
 """How much larger a packed body is, about."""
+_NO_ROUTE = (
+    "{path}: is not served here. Model calls go to /v1/chat/completions, /v1/responses, "
+    "/v1/messages or /v1/completions; /openapi.json lists all there is"
+)
 _PROBES = ("", "/", "/api/hello")
 _Answer = Callable[[Exchange, str], Awaitable[None]]
 
@@ -114,8 +118,8 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(Edge, service=service)
     shape = OpenAIChat()
 
-    async def refused(_: Request, error: Exception) -> JSONResponse:
-        told = _as_call_error(error)
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        told = _as_call_error(error, request.url.path)
         return JSONResponse(shape.error(told), told.status, error_headers(told))
 
     async def failed(_: Request, error: Exception) -> JSONResponse:
@@ -310,14 +314,18 @@ def _wrong_method(method: str, methods: Mapping[str, _Answer]) -> CallError:
     return CallError(405, "method_not_allowed", message)
 
 
-def _as_call_error(error: Exception) -> CallError:
+def _as_call_error(error: Exception, path: str = "") -> CallError:
     if isinstance(error, CallError):
         return error
     if isinstance(error, ArealRayError):
         return CallError(503, "unavailable", str(error), retry_after_s=_RETRY_S)
     if isinstance(error, StarletteHTTPException):
         codes = {404: "not_found", 405: "method_not_allowed"}
-        return CallError(error.status_code, codes.get(error.status_code, "error"), error.detail)
+        told = _NO_ROUTE.format(path=path[:200]) if error.status_code == 404 else error.detail
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another")
+            told = f"method: {path[:200]} takes {allowed}"
+        return CallError(error.status_code, codes.get(error.status_code, "error"), told)
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import SamplingWishes
 from areal_ray.gateway.messages import RAW
 
 
@@ -47,6 +48,9 @@ class Call:
     temperature: float | None = None
     """None = the run's."""
     top_p: float | None = None
+    wishes: SamplingWishes = SamplingWishes()  # noqa: RUF009 (frozen)
+    unserved: tuple[str, ...] = ()
+    """Fields that ask for what no engine here does."""
     logprobs: bool = False
     top_logprobs: int = 0
     json_schema: Mapping[str, Any] | None = None

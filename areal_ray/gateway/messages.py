@@ -165,15 +165,25 @@ def _text(content: Any, index: int) -> str:
         return content
     if content is None:
         return ""
-    if isinstance(content, Sequence):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts):
-            return "".join(texts)
-    raise ValueError(
-        f"messages[{index}].content: is {type(content).__name__}; must be text or a list of text "
-        "parts (images are not supported)"
-    )
+    where = f"messages[{index}].content"
+    if isinstance(content, (Mapping, bytes)) or not isinstance(content, Sequence):
+        raise ValueError(
+            f"{where}: is {type(content).__name__}; must be text or a list of text parts"
+        )
+    return "".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    """The text of a part; what an SDK calls a refusal was said, too."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping):
+        for name in ("text", "refusal"):
+            if isinstance(part.get(name), str):
+                return str(part[name])
+        kind = str(part.get("type"))[:40]
+        raise ValueError(f"{where}: is of type {kind}; must be a text part: no media are read")
+    raise ValueError(f"{where}: is {type(part).__name__}; must be a text part")
 
 
 def _call(call: Any, index: int) -> dict[str, Any]:

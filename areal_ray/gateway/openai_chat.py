@@ -29,7 +29,6 @@ from areal_ray.gateway.fields import (
     read_count,
     read_flag,
     read_items,
-    read_number,
     read_seed,
     read_stop,
     read_text,
@@ -40,6 +39,7 @@ from areal_ray.gateway.fields import (
 )
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway.openai_shapes import DONE, chat_usage, openai_error, shown_logprobs
+from areal_ray.gateway.sampling_fields import read_sampling
 
 _ROLES = {
     "system": "system",
@@ -83,8 +83,7 @@ class OpenAIChat:
             stop=read_stop(body),
             n=read_count(body, "n") or 1,
             seed=read_seed(body),
-            temperature=read_number(body, "temperature", 0.0, 2.0),
-            top_p=read_number(body, "top_p", 0.0, 1.0),
+            **read_sampling(body),
             logprobs=bool(body.get("logprobs")),
             top_logprobs=_top_logprobs(body),
             **_json_schema(body.get("response_format")),
@@ -217,7 +216,8 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     try:
         plain = canonical({**message, "role": _ROLES[role]}, index)
     except ValueError as error:
-        raise CallError(400, "invalid_value", str(error), param=where) from error
+        place, _, _ = str(error).partition(":")
+        raise CallError(400, "invalid_value", str(error), param=place) from error
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if type(reasoning) is str:

@@ -23,7 +23,6 @@ from areal_ray.gateway.exchange import json_bytes
 from areal_ray.gateway.fields import (
     read_count,
     read_flag,
-    read_number,
     read_seed,
     read_stop,
     read_text,
@@ -32,6 +31,7 @@ from areal_ray.gateway.fields import (
 )
 from areal_ray.gateway.messages import RAW
 from areal_ray.gateway.openai_shapes import DONE, chat_usage, openai_error, shown_logprob
+from areal_ray.gateway.sampling_fields import read_sampling
 
 _FINISH = {
     StopReason.STOP: "stop",
@@ -70,8 +70,7 @@ class OpenAICompletions:
             stop=read_stop(body),
             n=read_count(body, "n") or 1,
             seed=read_seed(body),
-            temperature=read_number(body, "temperature", 0.0, 2.0),
-            top_p=read_number(body, "top_p", 0.0, 1.0),
+            **read_sampling(body),
             logprobs=logprobs is not None and logprobs is not False,
             top_logprobs=int(bool(logprobs)),
             stream=read_flag(body, "stream", default=False),

@@ -27,7 +27,6 @@ from areal_ray.gateway.fields import (
     read_count,
     read_flag,
     read_items,
-    read_number,
     read_seed,
     read_stop,
     read_text,
@@ -37,6 +36,7 @@ from areal_ray.gateway.fields import (
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway.openai_shapes import openai_error, shown_logprobs
 from areal_ray.gateway.responses_input import OfferedTools, item_id, read_input, read_offered
+from areal_ray.gateway.sampling_fields import read_sampling
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id"),
@@ -86,8 +86,7 @@ class OpenAIResponses:
             max_tokens=read_count(body, "max_output_tokens"),
             stop=read_stop(body),
             seed=read_seed(body),
-            temperature=read_number(body, "temperature", 0.0, 2.0),
-            top_p=read_number(body, "top_p", 0.0, 1.0),
+            **read_sampling(body),
             logprobs=wants,
             top_logprobs=(read_count(body, "top_logprobs") or 0) if body.get("top_logprobs") else 0,
             **_json_schema(body.get("text")),

@@ -26,6 +26,10 @@ _SHARED: Mapping[str, Schema] = {
     "stream": FLAG,
     "temperature": {**NUMBER, "minimum": 0, "maximum": 2},
     "top_p": {**NUMBER, "minimum": 0, "maximum": 1},
+    "top_k": {**WHOLE, "minimum": -1},
+    "min_p": {**NUMBER, "minimum": 0, "maximum": 1},
+    "presence_penalty": {**NUMBER, "minimum": -2, "maximum": 2},
+    "frequency_penalty": {**NUMBER, "minimum": -2, "maximum": 2},
 }
 _FUNCTION: Schema = {
     "type": "object",

@@ -32,6 +32,7 @@ def chat_body(call: Call, model: str) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
     }
     body |= {name: getattr(call, name) for name in _PLAIN if getattr(call, name) is not None}
+    body |= call.wishes.given()
     if call.n > 1:
         body["n"] = call.n
     if call.stop:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from areal_ray.core.turn import SampledTurn, TurnChunk, TurnEnd, TurnRequest
+from areal_ray.core.turn import SampledTurn, SamplingWishes, TurnChunk, TurnEnd, TurnRequest
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, SamplingConfig
 from areal_ray.runtime.rollout_client import RolloutClient
 
@@ -40,7 +40,11 @@ class FleetSampler:
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
             sampling=self._sampling_of(
-                request.max_new_tokens, request.stop, request.temperature, request.top_p
+                request.max_new_tokens,
+                request.stop,
+                request.temperature,
+                request.top_p,
+                request.wishes,
             ),
             seed=request.seed,
             prefix_key=request.prefix_key,
@@ -54,7 +58,8 @@ def _sampling_with(
     stop: tuple[str, ...],
     temperature: float | None,
     top_p: float | None,
+    wishes: SamplingWishes,
 ) -> SamplingConfig:
     said = {"temperature": temperature, "top_p": top_p}
-    changed = {name: value for name, value in said.items() if value is not None}
+    changed = {name: value for name, value in said.items() if value is not None} | wishes.given()
     return ours.model_copy(update={"max_new_tokens": max_new_tokens, "stop": stop, **changed})

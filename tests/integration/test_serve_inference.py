@@ -78,6 +78,8 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
         assert len(warm) > 1
         cold = {ask(**ASKED, temperature=0, seed=s).choices[0].message.content for s in range(3)}
         assert cold == {plain.choices[0].message.content}
+        likeliest = ask(**ASKED, temperature=2, seed=1, extra_body={"top_k": 1})
+        assert likeliest.choices[0].message.content == plain.choices[0].message.content
         assert client.models.list().data[0].id == str(served.folder.parent / "model")
         _check_held_to_a_schema(client)
     with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as other:

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.gateway.answer import Answer, CallLimits
+from areal_ray.gateway.anthropic import AnthropicMessages
 from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, ChoiceEnd, TextDelta
 from areal_ray.gateway.openai_chat import OpenAIChat
+from areal_ray.gateway.openai_completions import OpenAICompletions
 from tests.support.gateway import TOOL, Gateway, ask, make_gateway
 from tests.support.scripted_sampler import Said
 from tests.support.templates import TPL_A, TPL_E, TPL_J, TPL_S, TPL_X, letter_tokenizer
@@ -265,6 +267,53 @@ def test_only_what_does_not_train_may_be_sampled_otherwise_than_the_run_does(is_
     request = gateway.sampler.requests[0]
     wanted = (None, None) if is_trained else (0.0, 0.5)
     assert (request.temperature, request.top_p) == wanted
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions(), AnthropicMessages()])
+def test_what_a_client_asks_of_sampling_reaches_the_sampler_or_is_refused(dialect, is_trained):
+    gateway = lettered(is_trained=is_trained)
+    said = {"messages": [{"role": "user", "content": "2+3?"}], "prompt": "2+3="}
+
+    def ask(**asked: Any) -> Any:
+        call = dialect.read({**said, **asked}, CallHints())
+        asyncio.run(gateway.service.begin(call, gateway.door.record()).whole())
+        return gateway.sampler.requests[-1].wishes.given()
+
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.2}
+    asked = {"top_k": 5, "min_p": 0.1, "logit_bias": {"7": -100.0}, **penalties}
+    assert ask(**asked) == ({} if is_trained else asked)
+    assert ask(top_k=-1, min_p=0) == ({} if is_trained else {"top_k": 0, "min_p": 0.0})
+    assert ask(top_k=None, logit_bias={}, min_tokens=0, ignore_eos=False, best_of=1) == {}
+    for unserved in ({"min_tokens": 5}, {"ignore_eos": True}, {"guided_choice": ["a", "b"]}):
+        if is_trained:  # an agent's own settings do not keep it from training
+            assert ask(**unserved) == {}
+            continue
+        with pytest.raises(CallError, match=f"^{next(iter(unserved))}: is not served here"):
+            ask(**unserved)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_k": -2},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"min_p": 2},
+        {"frequency_penalty": 3},
+        {"presence_penalty": "1"},
+        {"repetition_penalty": 0},
+        {"logit_bias": [1]},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"7": 101}},
+        {"logit_bias": {"7": None}},
+    ],
+)
+def test_a_wish_for_sampling_that_makes_no_sense_is_a_400_that_names_it(asked):
+    (name,) = asked
+    with pytest.raises(CallError, match=f"^{name}: ") as refused:
+        OpenAIChat().read({"messages": [{"role": "user", "content": "x"}], **asked}, CallHints())
+    assert (refused.value.status, refused.value.param) == (400, name)
 
 
 @pytest.mark.parametrize("stream", [True, False])

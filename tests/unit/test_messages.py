@@ -1,5 +1,6 @@
 """Messages in one form, however a client or a data set spells them."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ def call(arguments: Any, **fields: Any) -> dict[str, Any]:
         ("x", "x"),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
         (["a", {"text": "b"}], "ab"),
+        ([{"type": "refusal", "refusal": "no"}], "no"),
     ],
 )
 @pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
@@ -40,11 +42,18 @@ def test_content_may_be_left_out_beside_tool_calls():
 
 
 @pytest.mark.parametrize(
-    "content",
-    [3, {"text": "x"}, [{"type": "image_url", "image_url": "x"}], [None], [{"text": None}], b"x"],
+    ("content", "told"),
+    [
+        (3, "content: is int; must be text or a list of text parts"),
+        ({"text": "x"}, "content: is dict; "),
+        (b"x", "content: is bytes; "),
+        (["a", {"type": "image_url", "image_url": "x"}], "content[1]: is of type image_url; "),
+        ([None], "content[0]: is NoneType; must be a text part"),
+        ([{"text": None}], "content[0]: is of type None; must be a text part"),
+    ],
 )
-def test_content_that_is_no_text_is_refused_with_its_place(content):
-    with pytest.raises(ValueError, match=r"messages\[1\]\.content: "):
+def test_content_that_is_no_text_is_refused_with_its_place(content, told):
+    with pytest.raises(ValueError, match="^" + re.escape(f"messages[1].{told}")):
         conversation([{"role": "user", "content": "x"}, {"role": "user", "content": content}])
 
 
