@@ -54,7 +54,7 @@ def test_a_large_body_is_read_beside_the_loop_and_its_faults_are_told():
         body["messages"][0] = {"role": "user", "content": "x" * LARGE_CHARACTERS}
         answered = await ask(gateway(), body)
         assert answered.status == 400
-        assert answered.json()["error"]["param"] == "messages[1]"
+        assert answered.json()["error"]["param"].startswith("messages[1]")
         answered = await ask(gateway(), json.dumps(body).encode()[:-1])
         assert answered.status == 400
 
