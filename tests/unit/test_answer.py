@@ -277,7 +277,11 @@ def test_what_a_client_asks_of_sampling_reaches_the_sampler_or_is_refused(dialec
 
     def ask(**asked: Any) -> Any:
         call = dialect.read({**said, **asked}, CallHints())
-        asyncio.run(gateway.service.begin(call, gateway.door.record()).whole())
+
+        async def go() -> None:
+            await (await gateway.service.begin(call, gateway.door.record())).whole()
+
+        asyncio.run(go())
         return gateway.sampler.requests[-1].wishes.given()
 
     penalties = {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.2}
