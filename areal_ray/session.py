@@ -57,7 +57,6 @@ _GONE_S = 4.0
 """For a closing step after one that never returned: Ray is gone."""
 _LOST = (ActorLost, PublishError, PlacementError)
 """How a run fails whose actors, or whose Ray, went away."""
-
 _Loops = Callable[[ActorGraph, StartPoint], Coroutine[Any, Any, None]]
 
 
