@@ -236,6 +236,7 @@ class Records:
                 accuracy=result.accuracy,
                 episodes=result.episodes,
                 wall_s=result.wall_s,
+                is_alone=self._admission is None,
             )
         )
 

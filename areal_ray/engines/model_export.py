@@ -1,5 +1,6 @@
 """Writes a model as a folder that Hugging Face's Auto classes load."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,11 +58,20 @@ class ModelExtras:
         `weights`: its parameters and persistent buffers, tied ones once.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        name_device_to_deepspeed()
         with _not_saving_generation_config(model, is_kept=_GENERATION in self.files):
             model.save_pretrained(folder, state_dict=dict(weights))
         for name, content in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
+
+
+def name_device_to_deepspeed() -> None:
+    """Saving a model imports DeepSpeed where it is installed, in runs without it too; told the
+    device, it does not warn of having had to guess."""
+    import torch
+
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

@@ -77,12 +77,16 @@ class EvalView:
     wall_s: float = 0.0
     unit: str = "tasks"
     """Of what `episodes` counts."""
+    is_alone: bool = False
+    """Whether the model is all there is to it: no step led there, no version was published."""
 
     def line(self) -> str:
         """One plain line."""
-        where = f"step {self.step}" if self.version is None else f"v{self.version}"
+        where = f" at step {self.step}" if self.version is None else f" at v{self.version}"
+        if self.is_alone:
+            where = ""
         return (
-            f"held-out accuracy {self.accuracy:.3f} at {where}  "
+            f"held-out accuracy {self.accuracy:.3f}{where}  "
             f"({self.episodes} {self.unit}, {self.wall_s:.1f} s)"
         )
 

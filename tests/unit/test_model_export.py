@@ -1,6 +1,9 @@
 """An exported model is whole: what Transformers loads samples as the trained one does."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import LearnerConfig
 from areal_ray.errors import DataError
+from tests.support.needs import needs_deepspeed
 from tests.support.tiny_models import write_tiny_model
 
 FAMILIES = {
@@ -70,3 +74,10 @@ def test_a_model_without_a_generation_config_gets_one(tmp_path):
 def test_a_name_that_is_no_folder_and_not_on_the_hub_is_told_at_the_start(tmp_path):
     with pytest.raises(DataError, match=r"model\.path: .* is not a local folder and the hub did"):
         TorchTrainEngine("nobody/has-this-model", LearnerConfig())
+
+
+@needs_deepspeed
+def test_saving_a_model_says_nothing_of_deepspeed(tmp_path: Path) -> None:
+    code = f"from areal_ray.engines.tiny_model import create; create({str(tmp_path)!r}, 0)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "accelerator" not in told.stdout + told.stderr

@@ -107,6 +107,11 @@ def test_a_run_that_publishes_nothing_tells_its_steps_and_no_version():
     assert re.search(r"version +-", text)
 
 
+def test_a_model_that_is_scored_alone_has_no_version():
+    view = EvalView(step=0, version=0, accuracy=0.5, episodes=200, wall_s=2.0, is_alone=True)
+    assert view.line() == "held-out accuracy 0.500  (200 tasks, 2.0 s)"
+
+
 def test_no_bound_is_said_in_words():
     assert "staleness 0.8 of unlimited" in step(1, staleness_bound=None).line()
 
