@@ -52,7 +52,8 @@ HOMES = {
 }
 ENVIRONMENT_HOMES = (
     *("cli.py", "runtime/cluster.py"),
-    *("engines/vllm_environment.py", "engines/deepspeed.py", "gateway_access.py"),
+    *("engines/vllm_environment.py", "engines/deepspeed.py", "engines/deepspeed_device.py"),
+    *("gateway_access.py",),
 )
 PRINT_HOMES = ("telemetry/terminal.py",)
 BROAD_EXCEPTS = {

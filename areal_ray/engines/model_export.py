@@ -1,6 +1,5 @@
 """Writes a model as a folder that Hugging Face's Auto classes load."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_ray.core.storage import refused, writing
+from areal_ray.engines.deepspeed_device import name_device
 from areal_ray.engines.model_files import model_folder
 
 _GENERATION = "generation_config.json"
@@ -58,20 +58,12 @@ class ModelExtras:
         `weights`: its parameters and persistent buffers, tied ones once.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        name_device_to_deepspeed()
+        name_device()
         with _not_saving_generation_config(model, is_kept=_GENERATION in self.files):
             model.save_pretrained(folder, state_dict=dict(weights))
         for name, content in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-
-
-def name_device_to_deepspeed() -> None:
-    """Saving a model imports DeepSpeed where it is installed, in runs without it too; told the
-    device, it does not warn of having had to guess."""
-    import torch
-
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ byte-level tokenizer, ChatML. It is written in well under a second and loads lik
 from pathlib import Path
 from typing import Any
 
-from areal_ray.engines.model_export import name_device_to_deepspeed
+from areal_ray.engines.deepspeed_device import name_device
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -69,7 +69,7 @@ def write_random_qwen3(folder: Path, tokenizer: Any, seed: int, **sizes: Any) ->
     model.generation_config = GenerationConfig(**ends)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    name_device_to_deepspeed()
+    name_device()
     model.save_pretrained(folder)
 
 
