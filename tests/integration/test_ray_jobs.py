@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -81,10 +82,30 @@ def submit(head: tuple[str, dict[str, str]], *words: str) -> "subprocess.Complet
             timeout=SLOW_S,
         )
         told = done.stdout + done.stderr
+        if "WebSocket connection closed" in told:  # Ray lets go of a log on a busy machine
+            return followed(head, told)
         is_starting = "No available agent" in told or "Failed to connect to Ray" in told
         if not is_starting or time.monotonic() > end:
             return done
         time.sleep(1.0)
+
+
+def followed(head: tuple[str, dict[str, str]], told: str) -> "subprocess.CompletedProcess[str]":
+    """The same of a job that goes on, by asking for its status."""
+    url, env = head
+    found = re.search(r"raysubmit_\w+", told)
+    assert found is not None, told
+
+    def asked(what: str) -> str:
+        command = [str(RAY), "job", what, "--address", url, found[0]]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    end = time.monotonic() + SLOW_S
+    while not re.search("succeeded|failed|stopped", status := asked("status")):
+        assert time.monotonic() < end, status
+        time.sleep(1.0)
+    code = 0 if "succeeded" in status else 1
+    return subprocess.CompletedProcess([], code, asked("logs") + status, "")
 
 
 def words(folder: Path, *overrides: str) -> list[str]:
