@@ -30,6 +30,7 @@ from tests.support.whole_runs import (
 SLOW = ("agent.run=tests.support.digits:slow_tool", "agent.args.longest_s=0.3")
 
 
+@pytest.mark.extended
 def test_agents_are_added_drained_and_added_again_and_no_group_is_lost(runs: Runs) -> None:
     handle = runs.start("scaled", "steps=200", *SLOW, "admission.max_failed_share=0.01")
     try:
