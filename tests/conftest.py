@@ -29,19 +29,25 @@ settings.register_profile(
 settings.load_profile("tests")
 
 LONG_FILES = (
-    *("integration/test_objectives_learn.py", "chaos/test_run_failures.py"),
-    *("chaos/test_run_kills.py", "integration/test_vllm_generation.py"),
-    *("integration/test_run_resume.py", "integration/test_run_ranks.py"),
-    *("integration/test_recipes_smoke.py", "integration/test_scaling.py"),
-    *("integration/test_group_signals.py", "integration/test_command_line.py"),
-    *("integration/test_ray_jobs.py", "integration/test_run_handle.py"),
-    *("integration/test_train_conformance.py", "integration/test_run_staleness.py"),
-    *("chaos/test_engine_deaths.py", "chaos/test_gateway_kills.py"),
+    *("integration/test_objectives_learn.py", "chaos/test_gateway_kills.py"),
+    *("chaos/test_run_kills.py", "integration/test_run_resume.py"),
+    *("integration/test_run_ranks.py", "chaos/test_run_failures.py"),
+    *("integration/test_command_line.py", "integration/test_vllm_generation.py"),
+    *("integration/test_scaling.py", "integration/test_sglang_conformance.py"),
+    *("chaos/test_publish_kills.py", "chaos/test_publish_canaries.py"),
+    *("integration/test_publish_transports.py", "integration/test_recipes_smoke.py"),
+    *("integration/test_streaming.py", "integration/test_run_handle.py"),
+    *("integration/test_agent_programs.py", "integration/test_train_conformance.py"),
+    *("integration/test_group_signals.py", "integration/test_publish.py"),
+    *("integration/test_serve_replicas.py", "integration/test_agent_actor.py"),
+    *("integration/test_placement_on_ray.py", "integration/test_run_nodes.py"),
+    *("integration/test_sglang_generation.py", "integration/test_reward_actor.py"),
+    *("integration/test_serve_upstream.py", "integration/test_run_lora.py"),
+    *("integration/test_run_versions.py", "integration/test_ray_jobs.py"),
+    *("integration/test_run_bounds.py", "integration/test_train_conformance_deepspeed.py"),
     *("integration/test_run_distillation.py", "integration/test_loop_failures.py"),
-    *("integration/test_train_conformance_deepspeed.py", "integration/test_run_lora.py"),
-    *("integration/test_publish_transports.py", "integration/test_learner_ranks.py"),
-    *("chaos/test_publish_schedules.py", "integration/test_vllm_lora.py"),
-    *("integration/test_sglang_generation.py", "integration/test_run_bounds.py"),
+    *("chaos/test_engine_deaths.py", "chaos/test_publish_schedules.py"),
+    *("integration/test_vllm_lora.py", "integration/test_run_staleness.py"),
 )
 """The longest first; each takes half a minute or more on two cores."""
 
