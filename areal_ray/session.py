@@ -57,6 +57,8 @@ _GONE_S = 4.0
 """For a closing step after one that never returned: Ray is gone."""
 _LOST = (ActorLost, PublishError, PlacementError)
 """How a run fails whose actors, or whose Ray, went away."""
+
+
 _Loops = Callable[[ActorGraph, StartPoint], Coroutine[Any, Any, None]]
 
 
@@ -166,7 +168,8 @@ class Session:
             return self._fail(root_cause(error))
         finally:
             if is_mine and self._connection is not None:
-                self._endings.take(self._connection.close, "disconnecting from Ray", _DISCONNECT_S)
+                close = self._connection.close
+                self._endings.take(close, "disconnecting from Ray", _DISCONNECT_S)
 
     def _fail(self, error: BaseException) -> RunOutcome:
         if self._stop_asked and isinstance(error, _LOST):

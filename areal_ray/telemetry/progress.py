@@ -26,8 +26,8 @@ from areal_ray.telemetry.views import (
 )
 
 _BETWEEN_STEPS_S = 0.5
-_LONGEST_QUIET_S = 3600.0
 """Faster steps share a line: metrics.jsonl has them all."""
+_LONGEST_QUIET_S = 3600.0
 
 
 class Progress(Protocol):
@@ -132,12 +132,12 @@ class LineProgress:
         """Say what is awaited, if nothing was said for `heartbeat_s`."""
         now = self._clock()
         told = self._status.line()
-        is_news = told != self._repeated
-        if now - self._said_at >= (self._heartbeat_s if is_news else self._quiet_s):
-            longer_s = max(self._heartbeat_s, min(2 * self._quiet_s, _LONGEST_QUIET_S))
+        wait_s = self._quiet_s if told == self._repeated else self._heartbeat_s
+        if now - self._said_at >= wait_s:
             passed = duration_text(now - self._since_s)
             self._say(f"  {passed} since {self._since}: {told}")
-            self._repeated, self._quiet_s = told, longer_s
+            self._repeated = told
+            self._quiet_s = max(self._heartbeat_s, min(2 * wait_s, _LONGEST_QUIET_S))
 
     def _beat(self) -> None:
         while not self._stopped.wait(min(1.0, self._heartbeat_s / 4)):

@@ -148,15 +148,17 @@ def test_what_is_only_repeated_comes_at_longer_intervals_and_news_at_once():
     progress.start(HEADER)
     for second in range(1, 20_001):
         clock.now = float(second)
-        calls = 5 if second > 19_900 else 4
+        calls = 5 if second > 19_800 else 4
         progress.on_status(StatusView(counts={"calls": calls, "under way": 0}))
         progress.beat()
     progress.stop()
     said = [line.strip() for line in stream.getvalue().splitlines() if "since" in line]
     repeated = [line for line in said if "calls 4, under way 0" in line]
     assert 8 <= len(repeated) <= 14, said  # 15, 30, 60 s and so on to an hour, in five and a half
-    assert "calls 5, under way 0" in said[len(repeated)]
-    assert said[len(repeated)].startswith("5 h 31 min")
+    news = [line for line in said if "calls 5, under way 0" in line]
+    assert said == [*repeated, *news]
+    # At once, again after half a minute, then after a whole one: as at the start.
+    assert [line.partition(" since")[0] for line in news[:3]] == ["5 h 30 min"] * 2 + ["5 h 31 min"]
 
 
 def test_the_heartbeat_comes_by_itself():
