@@ -28,7 +28,7 @@ from areal_ray.core.turn import (
     TurnRequest,
     TurnSampler,
 )
-from areal_ray.errors import ArealRayError
+from areal_ray.errors import ArealRayError, RequestRefused
 from areal_ray.gateway.call import (
     Call,
     CalledTool,
@@ -44,7 +44,7 @@ from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.off_loop import OffLoop, num_characters
 from areal_ray.gateway.prompt_length import PromptTooLong, guessed_tokens
-from areal_ray.gateway.prompt_refusals import failure, refusal, too_long
+from areal_ray.gateway.prompt_refusals import refusal, too_long
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
@@ -57,6 +57,7 @@ from areal_ray.gateway.turn_reader import (
     token_logprobs,
 )
 
+_RETRY_S = 1.0
 _COUNTED_TOKENS = 1 << 15
 PROMPT_FILLS_CONTEXT = "the prompt fills the context"
 _CANCELLED = "the call was cancelled"
@@ -265,7 +266,7 @@ class Answer:
             sampled = await self._answers.sampler.sample(part.request)
         except ArealRayError as error:
             self._abort(part, str(error))
-            raise failure(error) from error
+            raise _failed(error) from error
         except asyncio.CancelledError:
             self._abort(part, _CANCELLED)
             raise
@@ -293,7 +294,7 @@ class Answer:
                         yield events
         except ArealRayError as error:
             self._abort(part, str(error))
-            raise failure(error) from error
+            raise _failed(error) from error
         finally:
             self._abort(part, _CANCELLED)
 
@@ -380,3 +381,9 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failed(error: ArealRayError) -> CallError:
+    if isinstance(error, RequestRefused):
+        return CallError(400, "invalid_value", f"sampling: {error}")
+    return CallError(503, "engine_error", f"sampling: {error}", retry_after_s=_RETRY_S)

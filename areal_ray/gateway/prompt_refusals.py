@@ -3,12 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_ray.errors import ArealRayError, RequestRefused
 from areal_ray.gateway.call import CallError
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway.template import ChatTemplate
-
-_RETRY_S = 1.0
 
 
 def too_long(num_tokens: int, context_tokens: int) -> CallError:
@@ -54,10 +51,3 @@ def _is_taken(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
     except ValueError:
         return False
     return True
-
-
-def failure(error: ArealRayError) -> CallError:
-    """What a call is told whose sampler failed, or refuses what was asked."""
-    if isinstance(error, RequestRefused):
-        return CallError(400, "invalid_value", f"sampling: {error}")
-    return CallError(503, "engine_error", f"sampling: {error}", retry_after_s=_RETRY_S)

@@ -25,6 +25,7 @@ from areal_ray.gateway.call import (
     ChoiceEnd,
 )
 from areal_ray.gateway.door import SessionRecord
+from areal_ray.gateway.load_dialects import told_message
 from areal_ray.gateway.text_record import TextRecord
 from areal_ray.gateway.upstream_chat import Gathered, chat_body
 from areal_ray.gateway.upstream_config import UpstreamConfig
@@ -36,6 +37,7 @@ _MOST_LINE_BYTES = 2**20
 _MOST_REPLY_BYTES = 64 * 2**20
 _MOST_TOLD = 500
 _MOST_ERROR_BYTES = 2**16
+_NO_REASON = "it gave no reason"
 _OF_THE_CALL = {400: "invalid_value", 404: "not_found", 413: "body_too_large", 422: "invalid_value"}
 """Statuses that are about what the client asked for, and their codes."""
 
@@ -177,7 +179,7 @@ class UpstreamAnswer:
         if not isinstance(chunk, dict):
             raise ValueError("a chunk is no object")
         if chunk.get("error"):
-            raise self._failed(_message(chunk))
+            raise self._failed(told_message(chunk) or _NO_REASON)
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         events: list[CallEvent] = []
@@ -231,7 +233,8 @@ class UpstreamAnswer:
         if status in (401, 403):
             return self._failed(f"it does not take our key ({status}). Tell who runs this server")
         try:
-            told = _message(json.loads(await answer.content.read(_MOST_ERROR_BYTES)))
+            body = json.loads(await answer.content.read(_MOST_ERROR_BYTES))
+            told = told_message(body) or _NO_REASON
         except ValueError:
             told = f"status {status}"
         if status in _OF_THE_CALL:
@@ -261,13 +264,6 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
         if num_bytes > _MOST_REPLY_BYTES:
             raise ValueError(f"its reply has more than {_MOST_REPLY_BYTES} bytes")
         yield line
-
-
-def _message(body: Any) -> str:
-    """What an error's body says."""
-    error = body.get("error") if isinstance(body, dict) else None
-    told = error.get("message") if isinstance(error, dict) else error
-    return told if isinstance(told, str) and told else "it gave no reason"
 
 
 def _count(usage: Any, name: str) -> int:
