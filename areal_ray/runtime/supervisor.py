@@ -113,7 +113,7 @@ class Supervisor:
                     events.append(answer.told)
                 self._silent.add(name)
                 continue
-            returned = self._compare(name, answer)
+            returned = await self._compare(name, answer)
             if returned:
                 events.append(returned)
                 returns[name] = returned
@@ -125,7 +125,7 @@ class Supervisor:
         reading = _reading(engines) if engines else None
         return Look(tuple(events), returns, reading, gone, services, num_calls, num_open)
 
-    def _compare(self, name: str, health: Any) -> str:
+    async def _compare(self, name: str, health: Any) -> str:
         """A line if the actor was restarted since the last look."""
         before = self._incarnations.get(name)
         self._incarnations[name] = health.incarnation
@@ -137,7 +137,7 @@ class Supervisor:
         if isinstance(health, RolloutHealth):
             where = f" at version {health.engine.version}"
         lost = "" if was_silent else " died,"
-        words = taken(self._handles()[name])
+        words = await taken(self._handles()[name])
         why = f". It had ended itself: {words}" if words else ""
         return f"{name}{lost} was restarted and is back{where}{why}"
 
@@ -155,7 +155,7 @@ class Supervisor:
         except ActorGone as gone:
             return name, gone
         except ActorLost as lost:
-            words = taken(handle)
+            words = await taken(handle)
             told = f"{name} ended itself, Ray restarts it: {words}"
             return name, _Missed(told if words else f"{lost}; Ray restarts it", words)
         except ArealRayError as error:

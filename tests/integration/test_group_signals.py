@@ -30,6 +30,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(400)
+def test_it_ends_a_run_in_seconds_whose_ray_is_gone(tmp_path: Path, model: Path) -> None:
+    """As where everything is ended at once: the rollout's death is news, and no head is left that
+    could say what it left behind."""
+    child = started(tmp_path, f"model.path={model}", "model.create=null")
+    try:
+        wait_until(tmp_path / "r", child, 2)
+        below = descendants(child.pid)
+        for ended in ("gcs_server", "RolloutActor"):
+            pids = [pid for pid in below if ended in command_line(pid)]
+            assert pids, f"no process of {ended}"
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(2.5)  # time for a look at the actors
+        child.terminate()
+        out = child.communicate(timeout=60)[0]
+        assert child.returncode == 143, out[-3000:]
+    finally:
+        if child.poll() is None:
+            child.kill()
+    assert "Traceback" not in out
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["outcome"], summary["failure"]) == ("stopped", "")
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("number", "code", "begun", "to_all"),
     [
@@ -49,15 +74,7 @@ def test_it_ends_the_run_in_seconds_as_a_signal_to_the_run_alone_would(
     to_all: bool,
 ) -> None:
     made = () if begun is None else (f"model.path={model}", "model.create=null")
-    child = subprocess.Popen(
-        train(tmp_path, "steps=200", *made),
-        cwd=ROOT,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    child = started(tmp_path, *made)
     try:
         wait_until(tmp_path / "r", child, begun)
         below = descendants(child.pid)
@@ -82,6 +99,28 @@ def test_it_ends_the_run_in_seconds_as_a_signal_to_the_run_alone_would(
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert (summary["outcome"], summary["failure"]) == ("stopped", "")
     assert summary["steps"] >= (begun or 0)
+
+
+def started(folder: Path, *made: str) -> subprocess.Popen[str]:
+    """A run of many steps, in a process group of its own."""
+    return subprocess.Popen(
+        train(folder, "steps=200", *made),
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def command_line(pid: int) -> str:
+    """What a process calls itself; Ray's workers are called after their actor."""
+    try:
+        told = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return told.replace(b"\0", b" ").decode()
 
 
 def wait_until(folder: Path, child: subprocess.Popen[str], step: int | None) -> None:
