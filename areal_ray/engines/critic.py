@@ -164,8 +164,8 @@ class Critic:
             self._steps_taken = int(state["steps_taken"])
         except UNREADABLE as error:
             raise DataError(
-                f"{file}: cannot resume the critic from it: {why_unreadable(error)}; it must be of this model. "
-                "Resume from another step."
+                f"{file}: cannot resume the critic from it: {why_unreadable(error)}; it must be "
+                "of this model. Resume from another step."
             ) from error
 
     def _values(self, micro: MicroBatch) -> Tensor:
