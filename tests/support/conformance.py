@@ -340,7 +340,9 @@ class EngineConformance:
     ) -> None:
         ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.5}, {"temperature": 0.0}]
         turns = [
-            bench.ask(prompt_of(i, 12), seed=i, top=top, streamed=i > 4, max_new_tokens=9, **way)
+            bench.ask(
+                prompt_of(i, 12), seed=i, top=top, streamed=i > 4, max_new_tokens=3 + i, **way
+            )
             for i, (top, way) in enumerate(itertools.product((0, 1, 5, 20), ways))
         ]
         results = bench.run(turns)
@@ -355,9 +357,11 @@ class EngineConformance:
                 np.testing.assert_array_equal(joined.token_ids, result.top.token_ids)
                 np.testing.assert_array_equal(joined.logprobs, result.top.logprobs)
         if bench.subject.keeps_draws:
-            plain = bench.run([bench.ask(t.prompt_ids, seed=t.seed, max_new_tokens=9,
-                                         **ways[i % 3]) for i, t in enumerate(turns)])  # fmt: skip
-            for one, other in zip(plain, results, strict=True):
+            plain = [
+                bench.ask(turn.prompt_ids, seed=i, max_new_tokens=3 + i, **ways[i % 3])
+                for i, turn in enumerate(turns)
+            ]
+            for one, other in zip(bench.run(plain), results, strict=True):
                 np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
     def test_filters_keep_to_the_likely_tokens(self, bench: Bench) -> None:
