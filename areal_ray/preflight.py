@@ -4,7 +4,6 @@ The recipe itself is already checked; here the files, the folders and the code t
 `areal-ray plan` shows the result, and every run begins with it.
 """
 
-import inspect
 import sysconfig
 import tempfile
 import traceback
@@ -34,6 +33,7 @@ from areal_ray.model_check import (
 from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
+from areal_ray.row_check import check_conversation, check_pair, check_rows
 from areal_ray.run_folder import conflict, in_use
 from areal_ray.runtime.run_config import is_hub_name
 from areal_ray.telemetry.log import REDACTED
@@ -277,28 +277,25 @@ def _code_problems(recipe: Recipe) -> Iterator[str]:
             lambda: check_reward(resolve(reward.score, roots, where="reward.score"), reward),
         )
     for i, phase in enumerate(recipe.sft.phases if recipe.sft is not None else ()):
-        where = f"sft.phases.{i}"
-        yield from _source_problems(recipe, where, phase.source, phase.args)
-        if phase.until is not None and phase.until.source is not None:
-            until = phase.until
-            yield from _source_problems(recipe, f"{where}.until", until.source or "", until.args)
+        where, until = f"sft.phases.{i}", phase.until
+        yield from _row_problems(recipe, check_conversation, where, phase.source, phase.args)
+        if until is not None:
+            source = until.source or phase.source
+            yield from _row_problems(
+                recipe, check_conversation, f"{where}.until", source, until.args
+            )
     pairs = recipe.preference
     if pairs is not None:
-        yield from _source_problems(recipe, "preference", pairs.source, pairs.args)
+        yield from _row_problems(recipe, check_pair, "preference", pairs.source, pairs.args)
         if pairs.held_out is not None:
             source, args = pairs.held_out.source or pairs.source, pairs.held_out.args
-            yield from _source_problems(recipe, "preference.held_out", source, args)
+            yield from _row_problems(recipe, check_pair, "preference.held_out", source, args)
 
 
-def _source_problems(recipe: Recipe, where: str, source: str, args: dict[str, Any]) -> list[str]:
-    def check() -> None:
-        made = resolve(source, recipe.import_roots, where=f"{where}.source")
-        try:
-            inspect.signature(made).bind(**args)
-        except TypeError as error:
-            raise RecipeError(f"{where}.args: {source} cannot be called: {error}.") from error
-
-    return _caught(where, check)
+def _row_problems(
+    recipe: Recipe, check: Callable[[Any], None], where: str, source: str, args: dict[str, Any]
+) -> list[str]:
+    return _caught(where, lambda: check_rows(where, source, args, recipe.import_roots, check))
 
 
 def _task_problems(recipe: Recipe) -> Iterator[str]:

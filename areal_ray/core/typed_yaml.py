@@ -299,8 +299,10 @@ def _wanted(node: Node, options: list[Any]) -> str:
             told += f" Did you mean '{near[0]}'?"
         elif node.is_null and (str in options or Path in options):
             told += " Quote it if the word itself is meant."
-        elif node.is_quoted and not words and str not in options:
+        elif node.is_quoted and not words and {int, float, bool} & set(options):
             told += " Take the quotes off."
+        elif node.text and {list, tuple} & {get_origin(o) or o for o in options}:
+            told += f" Write [{node.text if not node.is_quoted else repr(node.text)}] for one item."
     return told
 
 

@@ -47,6 +47,7 @@ def load_model(
     Raises:
         EngineError: The folder holds no model, or not one of this kind.
     """
+    from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a bar for each rank would tear the run's own display
@@ -58,7 +59,7 @@ def load_model(
             model: Any = _without_weights(kind, path, how, fields)
         else:
             model = kind.from_pretrained(path, **how, **fields)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         told = " ".join(str(error).split())
         raise EngineError(
             f"{key}: cannot load the model at {path}: {told}; it must be a Hugging Face causal "

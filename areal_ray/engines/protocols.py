@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 OnWeightUpdate = Literal["keep", "recompute", "drain"]
 
 
+LEAST_TEMPERATURE = 0.01
+"""Of sampling that is not greedy; vLLM takes a lower one for this."""
+
+
 class SamplingConfig(Config):
     """How one turn is sampled."""
 
     temperature: float = Field(1.0, ge=0.0)
-    """0 = greedy. Behaviour log-probs are at this temperature (at 1 where it is 0)."""
+    """0 = greedy, else at least 0.01: nearer to 0 engines round it, each its own way, and log-probs
+    overflow. Behaviour log-probs are at this temperature (at 1 where it is 0)."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Sample among the likeliest tokens that reach this probability. 1 = off."""
     top_k: int = Field(0, ge=0)
@@ -52,6 +57,15 @@ class SamplingConfig(Config):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a turn, also where they run over several tokens. All sampled tokens, the one
     that completes the text included, stay in the record and train; the reply's text ends before."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        if 0.0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"is {temperature:g}; must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}"
+            )
+        return temperature
 
     @field_validator("logit_bias")
     @classmethod

@@ -22,7 +22,7 @@ from areal_ray.engines.judge import Judge
 from areal_ray.engines.lora import Adapters
 from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.memory_report import MemoryReport
-from areal_ray.engines.model_export import ModelExtras, saving
+from areal_ray.engines.model_export import UNREADABLE, ModelExtras, saving, why_unreadable
 from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.optimizer import learning_rate
 from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
@@ -230,10 +230,10 @@ class TorchTrainEngine:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=self.is_sharded)
             self._placed.take(self._saved(folder))
             self._placed.load_state_dict(state["optimizer"])
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
+        except UNREADABLE as error:
             raise DataError(
-                f"{file}: cannot resume from it: {error}; it must be a checkpoint of this model. "
-                "Resume from another step."
+                f"{file}: cannot resume from it: {why_unreadable(error)}; it must be a checkpoint "
+                "of this model. Resume from another step."
             ) from error
         if self._critic is not None:
             self._critic.load(folder)

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class PairSource:
-    """Batches by step, the same whenever they are asked for."""
+    """Batches by their first pair, the same whenever they are asked for."""
 
     def __init__(self, config: PreferenceConfig, model_path: str, **share: Any) -> None:
         """Load the tokenizer.
@@ -33,12 +33,12 @@ class PairSource:
         self._template = ChatTemplate.from_folder(model_path)
         self._rows = RowSource(self._usable, **share)
 
-    def batch(self, step: int) -> list[PreferencePair]:
-        """This rank's slice of the batch that `step` (from 0) takes."""
+    def batch(self, first: int) -> list[PreferencePair]:
+        """This rank's slice of the batch that begins at pair `first` of all epochs."""
         config = self._config
         size = config.batch_size
         return self._rows.batch(
-            "preference", config.source, config.args, step=step, size=size, order="pairs"
+            "preference", config.source, config.args, first=first, size=size, order="pairs"
         )
 
     def held_out(self) -> list[PreferencePair]:

@@ -43,11 +43,11 @@ class RowSource(Generic[RowT]):
         self._loaded: dict[str, list[RowT]] = {}
 
     def batch(
-        self, where: str, source: str, args: Mapping[str, Any], *, step: int, size: int, order: str
+        self, where: str, source: str, args: Mapping[str, Any], *, first: int, size: int, order: str
     ) -> list[RowT]:
-        """This rank's slice of the `size` rows that `step` (from 0) takes of shuffled epochs."""
+        """This rank's slice of the `size` rows from `first` on, of shuffled epochs."""
         rows = self._rows(where, source, args)
-        picked = _picked(len(rows), step, size, f"{self._seed}/{order}")
+        picked = _picked(len(rows), first, size, f"{self._seed}/{order}")
         return [rows[i] for i in picked[self._rank :: self._num_ranks]]
 
     def first(self, where: str, source: str, args: Mapping[str, Any], count: int) -> list[RowT]:
@@ -61,11 +61,11 @@ class RowSource(Generic[RowT]):
         return self._loaded[where]
 
 
-def _picked(count: int, step: int, size: int, seed: str) -> list[int]:
-    """Indices of one batch out of an endless sequence of shuffled epochs."""
+def _picked(count: int, first: int, size: int, seed: str) -> list[int]:
+    """Indices of `size` rows from `first` on, out of an endless sequence of shuffled epochs."""
     picked: list[int] = []
     while len(picked) < size:
-        epoch, start = divmod(step * size + len(picked), count)
+        epoch, start = divmod(first + len(picked), count)
         order = _order(count, f"{seed}/{epoch}")
         picked += order[start : start + size - len(picked)]
     return picked

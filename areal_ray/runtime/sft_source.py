@@ -17,7 +17,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class SftSource:
-    """Batches by (phase, step), the same whenever they are asked for."""
+    """Batches by phase and first row, the same whenever they are asked for."""
 
     def __init__(self, config: SftConfig, model_path: str, **share: Any) -> None:
         """Load the tokenizer.
@@ -31,12 +31,12 @@ class SftSource:
         template = ChatTemplate.from_folder(model_path)
         self._rows = RowSource(functools.partial(_examples, template), **share)
 
-    def batch(self, phase: int, step: int) -> list[SftExample]:
-        """This rank's slice of the batch that `step` (from 0) of `phase` takes."""
+    def batch(self, phase: int, first: int) -> list[SftExample]:
+        """This rank's slice of the batch of `phase` that begins at row `first` of its epochs."""
         config, where = self._phases[phase], f"sft.phases.{phase}"
         size = config.batch_size
         return self._rows.batch(
-            where, config.source, config.args, step=step, size=size, order=str(phase)
+            where, config.source, config.args, first=first, size=size, order=str(phase)
         )
 
     def held_out(self, phase: int) -> list[SftExample]:

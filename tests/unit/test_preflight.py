@@ -337,6 +337,27 @@ def test_the_recipe_that_makes_the_model_is_checked_too(folder):
     assert problems[0].startswith("warm.yaml: sft.phases.0.source: ")
 
 
+def test_rows_that_learners_will_read_are_read_before_anything_starts(folder):
+    (folder / "rows.py").write_text(
+        "def read(path):\n    yield from open(path)\n\ndef none():\n    return []\n"
+    )
+    head = "kind: {}\nname: rows\nmodel: {{path: model}}\n"
+    pairs = "preference: {{source: 'rows:{}', args: {}, steps: 1, batch_size: 1}}\n"
+    phase = "sft: {{phases: [{{source: 'rows:{}', args: {}, steps: 1, batch_size: 1}}]}}\n"
+    gone, told = "{path: gone.jsonl}", []
+    for kind, section in (("sft", phase), ("dpo", "reference: {{}}\n" + pairs)):
+        for source, args in (("read", gone), ("none", "{}")):
+            text = head.format(kind) + section.format(source, args)
+            (folder / "rows.yaml").write_text(text)
+            told += check_files(load_recipe(folder / "rows.yaml"))
+    assert [line.split(":")[0].removesuffix(".source") for line in told] == [
+        *["sft.phases.0"] * 2,
+        *["preference"] * 2,
+    ]
+    assert all("No such file or directory: 'gone.jsonl'" in line for line in told[::2])
+    assert all("gave no rows" in line for line in told[1::2])
+
+
 COMPANIONS = {
     "reference": ("objective.kl={kl_ctl: 0.1}",),
     "teacher": ("objective.kind=opd",),

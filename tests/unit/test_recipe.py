@@ -121,6 +121,8 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("tasks.limit=-3", "tasks.limit", ">= 1"),
         ("tasks.source=null", "tasks.source", "must be text"),
         ("reward.score=", "reward.score", "must be text"),
+        ("rollout.sampling.temperature=0.001", "rollout.sampling.temperature", "at least 0.01"),
+        ("rollout.sampling.stop=a,b", "rollout.sampling.stop", "Write [a,b] for one item"),
         ("learner.optimizer.lr=.inf", "learner.optimizer.lr", "finite"),
         ("learner.optimizer.lr=nan", "learner.optimizer.lr", "must be a number"),
         ("rollout.sampling.length_penalty=0.5", "rollout.sampling.length_penalty", "unknown"),
