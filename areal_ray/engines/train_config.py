@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from areal_ray.core.config import Config
+from areal_ray.core.config import Config, UserPath
 from areal_ray.engines.deepspeed_settings import EngineKeys, engine_problems, optimizer_problems
 
 
@@ -232,7 +232,7 @@ class LearnerConfig(Config):
 class CriticConfig(Config):
     """The model that says what reward to expect from each token on (PPO)."""
 
-    path: str | None = Field(None, min_length=1)
+    path: UserPath | None = Field(None, min_length=1)
     """Folder or hub name of the body it starts from; null = model.path. Its head starts at 0."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """What updates it, once for each minibatch."""
@@ -243,14 +243,14 @@ class CriticConfig(Config):
 class ReferenceConfig(Config):
     """The model that objective.kl holds the policy near; it never changes."""
 
-    path: str | None = Field(None, min_length=1)
+    path: UserPath | None = Field(None, min_length=1)
     """Folder or hub name; null = model.path."""
 
 
 class TeacherConfig(Config):
     """The model that objective.distillation learns from; it never changes."""
 
-    path: str = Field(min_length=1)
+    path: UserPath = Field(min_length=1)
     """Folder or hub name; it must share the vocabulary of model.path."""
 
 
