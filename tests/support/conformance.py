@@ -28,8 +28,9 @@ from areal_ray.core.trajectory import StopReason
 from areal_ray.core.turn import joined_tops
 from areal_ray.engines.frozen import sequence_logprobs
 from areal_ray.engines.model_files import load_config, load_tensors
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.protocols import GenerationEngine, GenerationRequest, GenerationResult
-from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.row_forward import RowForward
 from areal_ray.engines.train_config import TorchTrainConfig
 from areal_ray.errors import EngineError
 from tests.support.generation import Served, forcing_weights, hf_model, random_prompt, request
