@@ -20,13 +20,16 @@ from areal_ray.core.typed_yaml import untyped_values
 from areal_ray.engines.deepspeed_settings import deepspeed_problem
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
-from areal_ray.engines.tensor_styles import KEY as SPLIT_KEY
-from areal_ray.engines.tensor_styles import split_problems
 from areal_ray.engines.vllm_arguments import parser_problems, vllm_problems
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway_access import gateway_problems, taken_address
-from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
+from areal_ray.model_check import (
+    checkpoint_problems,
+    lora_problems,
+    rank_problems,
+    read_model_config,
+)
 from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
@@ -179,25 +182,13 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
     if recipe.parts.trains and problem is not None:
         yield f"learner.engine.kind: {problem}"
-    width = recipe.learner.engine.ranks_per_share
-    if not recipe.parts.trains or width == 1:
-        return
-    if recipe.model.lora is not None:
-        yield (
-            f"{SPLIT_KEY}: is {width} with model.lora; must be 1, since adapters are not split. "
-            "Set it to 1, or remove model.lora."
+    if recipe.parts.trains:
+        companions = (path for _, _, path in _companions(recipe))
+        yield from rank_problems(
+            recipe.learner.engine,
+            [Path(path) for path in dict.fromkeys([recipe.model_path, *companions])],
+            has_adapters=recipe.model.lora is not None,
         )
-    for folder in dict.fromkeys(
-        Path(path) for path in (recipe.model_path, *(path for _, _, path in _companions(recipe)))
-    ):
-        if (folder / "config.json").is_file():
-            yield from _caught(SPLIT_KEY, lambda folder=folder: _require_split(folder, width))  # type: ignore[misc]
-
-
-def _require_split(folder: Path, width: int) -> None:
-    told = list(split_problems(folder, width))
-    if told:
-        raise RecipeError("\n".join(told))
 
 
 def _window_problems(recipe: Recipe) -> Iterator[str]:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from areal_ray.algorithms.packing import MicroBatch, TrainSequence
 from areal_ray.algorithms.values import clipped_value_loss
 from areal_ray.engines.model_export import UNREADABLE, why_unreadable
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.optimizer import learning_rate
-from areal_ray.engines.row_forward import load_causal_model, placed_rows
+from areal_ray.engines.row_forward import placed_rows
 from areal_ray.engines.sharding import Sharding
 from areal_ray.engines.train_config import CriticConfig, TrainEngineConfig
 from areal_ray.engines.train_rows import Line

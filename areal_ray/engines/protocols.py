@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from areal_ray.core.canary import Probe
 from areal_ray.core.config import Config
 from areal_ray.core.trajectory import Group, StopReason
+from areal_ray.core.turn import TopTokens
 from areal_ray.engines.preference import PairEvaluation, PreferencePair
 from areal_ray.engines.sft import SftEvaluation, SftExample
 
@@ -104,6 +105,10 @@ class GenerationRequest:
     grammar: str = ""
     """What the turn's text is held to, see `core.grammars`; empty = nothing. What samples is then
     not the policy alone; the log-probs stay the policy's own, as with penalties."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told at each place, whatever is sampled there: by the
+    distribution that recorded log-probs are of, before filters, penalties and grammars. Changes no
+    token, and costs the requests that do not ask nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ class GenerationChunk:
     """[N]"""
     versions: NDArray[np.int32]
     """[N]"""
+    top: TopTokens | None = None
+    """[N] see `GenerationResult.top`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,8 @@ class GenerationResult:
     """Why the engine could not serve this request; then the arrays are empty."""
     is_refused: bool = False
     """Whether that lies in the request, so that no engine of the fleet will serve it."""
+    top: TopTokens | None = None
+    """[N] the likeliest tokens; None where the request asks for none or the engine has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from areal_ray.engines.lora import Adapters
 from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.memory_report import MemoryReport
 from areal_ray.engines.model_export import UNREADABLE, ModelExtras, saving, why_unreadable
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.optimizer import learning_rate
 from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
 from areal_ray.engines.preference import PairEvaluation, PairTask, PreferencePair
@@ -31,7 +32,7 @@ from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.reward_model import load_score_model
 from areal_ray.engines.rl_step import RlStep
-from areal_ray.engines.row_forward import load_causal_model, placed_rows
+from areal_ray.engines.row_forward import placed_rows
 from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
 from areal_ray.engines.sft_loss import SftLoss
 from areal_ray.engines.sft_step import SftStep

@@ -88,6 +88,21 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
             "unk",
         ),
         ("learner.engine={kind: fsdp, tensor_parallel: 2}", "learner.ranks", "a multiple of it"),
+        (
+            "learner.engine={kind: fsdp, sequence_parallel: 2}",
+            "learner.ranks",
+            "sequence_parallel 2",
+        ),
+        (
+            "learner.engine={kind: fsdp, sequence_parallel: 2, tensor_parallel: 2}",
+            "learner.engine.sequence_parallel",
+            "one of the two must be 1",
+        ),
+        (
+            "learner.engine={kind: fsdp, sequence_parallel: 2, attention: sdpa}",
+            "learner.engine.sequence_parallel",
+            "Set attention=auto",
+        ),
         ("learner.engine.tensor_parallel=1", "learner.engine.tensor_parallel", "unknown key"),
         ("rollout.engine.device=tpu", "rollout.engine.device", "cpu, cuda or cuda:N"),
         ("rollout.sampling.stop_token_ids=[-1]", "rollout.sampling.stop_token_ids.0", ">= 0"),

@@ -12,8 +12,9 @@ from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import NormConfig
 from areal_ray.algorithms.packing import TrainSequence
 from areal_ray.core.trajectory import Group
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.reward_model import RewardModelScore
-from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.row_forward import RowForward
 from areal_ray.engines.sft import SftExample
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import (
