@@ -5,13 +5,53 @@ order from the same seed and keeps its own slice.
 """
 
 import functools
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
 
 from areal_ray.core.imports import resolve
+from areal_ray.errors import DataError
 
 RowT = TypeVar("RowT")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """How long a row may be."""
+
+    key: str
+    """Of the recipe, that says so."""
+    most: int | None
+    """Longer ones are left out; None = none."""
+    positions: int
+    """That the model was trained on; 0 = its config does not say."""
+
+    @classmethod
+    def of(cls, key: str, most: int | None, model_path: str) -> Self:
+        """That of a section."""
+        try:
+            said = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+            return cls(key, most, int(said["max_position_embeddings"]))
+        except (OSError, ValueError, TypeError, LookupError):
+            return cls(key, most, 0)
+
+    def keeps(self, num_tokens: int, where: str) -> bool:
+        """Whether a row of this length is trained on.
+
+        Raises:
+            DataError: It is longer than the model allows; `where` names it.
+        """
+        if self.most is not None and num_tokens > self.most:
+            return False
+        if 0 < self.positions < num_tokens:
+            raise DataError(
+                f"{where}: has {num_tokens} tokens; must have at most {self.positions}, as "
+                f"model.path allows. Set {self.key} to leave longer ones out"
+            )
+        return True
 
 
 class RowSource(Generic[RowT]):
