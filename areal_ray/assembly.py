@@ -24,7 +24,7 @@ from areal_ray.gateway.keys import hash_key
 from areal_ray.gateway.template import model_context_tokens, prompt_counter
 from areal_ray.recipe import Recipe
 from areal_ray.records import Records
-from areal_ray.run import PairRun, Run, ServingRun, SftRun
+from areal_ray.run import PairRun, RowCursor, Run, ServingRun, SftRun
 from areal_ray.runtime.bounds import BoundsService
 from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.runtime.evaluation import EvaluationService
@@ -232,10 +232,10 @@ def _tasks(graph: ActorGraph, tell: Callable[[str], None]) -> TaskStream | SlotS
 
 async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> SftRun:
     """The learner actors of a run on given conversations."""
-    sft = graph.recipe.sft
+    sft, rows = graph.recipe.sft, RowCursor(graph.recipe.seed)
     assert sft is not None
     parts = await _learners_alone(graph, sft.planned_steps)
-    run = SftRun(phases=sft.phases, records=records, waits=waits, **parts)
+    run = SftRun(phases=sft.phases, rows=rows, records=records, waits=waits, **parts)
     if graph.begin.state:
         run.load_state_dict(graph.begin.state)
     return run
@@ -243,10 +243,13 @@ async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> Sf
 
 async def start_pairs(graph: ActorGraph, records: Records, waits: WaitBoard) -> PairRun:
     """The learner actors of a run of kind dpo or reward_model."""
-    preference = graph.recipe.preference
+    preference, rows = graph.recipe.preference, RowCursor(graph.recipe.seed)
     assert preference is not None
     parts = await _learners_alone(graph, preference.steps)
-    return PairRun(config=preference, records=records, waits=waits, **parts)
+    run = PairRun(config=preference, rows=rows, records=records, waits=waits, **parts)
+    if graph.begin.state:
+        run.load_state_dict(graph.begin.state)
+    return run
 
 
 async def _learners_alone(graph: ActorGraph, steps: int) -> dict[str, Any]:

@@ -240,21 +240,26 @@ async def fit(run: SftRun) -> None:
     """kind: sft, and distill on given conversations. Phases of supervised steps on the learner
     actors; no rollouts, no versions."""
     for index, phase in enumerate(run.phases):
+        if run.has_ended(index):  # before the run was resumed
+            continue
         begins_at, seen = run.steps_before(index), None
+        if phase.is_look_due(run.step - begins_at):  # resumed there: by it the run went on or not
+            seen = await run.learners.sft_evaluate(index)
         while not phase.is_finished(run.step - begins_at, seen):
             if run.stopping.is_set():
                 return
             taken = run.step - begins_at
             stats = await run.bounded(
-                run.learners.sft_step(index, taken), f"step {run.step + 1} of the learner"
+                run.learners.sft_step(index, run.rows.taken), f"step {run.step + 1} of the learner"
             )
             run.step += 1
+            run.rows.taken += phase.batch_size
             run.records.fitted(run.step, stats)
             if phase.is_look_due(taken + 1):
                 seen = await run.learners.sft_evaluate(index)
                 run.records.event(f"step {run.step}: {phase.described(seen)}")
             await run.checkpoints.save_if_due(run)
-        run.end_phase(index)
+        run.end_phase()
         check_reached(index, phase, seen)
 
 
@@ -264,9 +269,10 @@ async def prefer(run: PairRun) -> None:
         await compare(run)
     while run.step < run.steps and not run.stopping.is_set():
         stats = await run.bounded(
-            run.learners.pair_step(run.step), f"step {run.step + 1} of the learner"
+            run.learners.pair_step(run.rows.taken), f"step {run.step + 1} of the learner"
         )
         run.step += 1
+        run.rows.taken += run.config.batch_size
         run.records.fitted(run.step, stats)
         await compare(run)
         await run.checkpoints.save_if_due(run)

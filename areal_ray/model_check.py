@@ -4,12 +4,15 @@ What is found here would otherwise come out minutes later, in an actor.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from areal_ray.engines.lora_config import LoraConfig, layers_in
+from areal_ray.engines.tensor_styles import KEY as SPLIT_KEY
+from areal_ray.engines.tensor_styles import SEQUENCE_KEY, sequence_problems, split_problems
+from areal_ray.engines.train_config import FsdpConfig, TrainEngineConfig
 from areal_ray.errors import RecipeError
 
 _HEADER_BYTES = 8
@@ -39,6 +42,35 @@ def checkpoint_problems(
     yield from (f"{where}: {problem}" for problem in _weight_problems(folder))
     if needs_tokenizer:
         yield from (f"{where}: {problem}" for problem in _tokenizer_problems(folder))
+
+
+def rank_problems(
+    engine: TrainEngineConfig, folders: Iterable[Path], *, has_adapters: bool
+) -> Iterator[str]:
+    """What keeps neighbouring ranks from computing models together, one line each.
+
+    Args:
+        engine: Says how many do, and how.
+        folders: Of the models; those without a config.json are passed over.
+        has_adapters: The policy has.
+    """
+    width = engine.ranks_per_share
+    if not isinstance(engine, FsdpConfig) or width == 1:
+        return
+    key = SPLIT_KEY if engine.tensor_parallel > 1 else SEQUENCE_KEY
+    if has_adapters and key == SPLIT_KEY:
+        yield (
+            f"{key}: is {width} with model.lora; must be 1, since adapters are not split. "
+            "Set it to 1, or remove model.lora."
+        )
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            continue
+        problems = split_problems if key == SPLIT_KEY else sequence_problems
+        try:
+            yield from problems(folder, width)
+        except (OSError, ValueError, KeyError) as error:
+            yield f"{key}: {folder}/config.json cannot be read ({error})."
 
 
 def lora_problems(config: LoraConfig, folder: Path | None, package: str = "peft") -> Iterator[str]:

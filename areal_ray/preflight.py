@@ -4,7 +4,6 @@ The recipe itself is already checked; here the files, the folders and the code t
 `areal-ray plan` shows the result, and every run begins with it.
 """
 
-import inspect
 import sysconfig
 import tempfile
 import traceback
@@ -21,16 +20,20 @@ from areal_ray.core.typed_yaml import untyped_values
 from areal_ray.engines.deepspeed_settings import deepspeed_problem
 from areal_ray.engines.model_files import token_difference
 from areal_ray.engines.reward_model import has_score_head
-from areal_ray.engines.tensor_styles import KEY as SPLIT_KEY
-from areal_ray.engines.tensor_styles import split_problems
 from areal_ray.engines.vllm_arguments import parser_problems, vllm_problems
 from areal_ray.errors import ArealRayError, RecipeError
 from areal_ray.gateway.messages import canonical
 from areal_ray.gateway_access import gateway_problems, taken_address
-from areal_ray.model_check import checkpoint_problems, lora_problems, read_model_config
+from areal_ray.model_check import (
+    checkpoint_problems,
+    lora_problems,
+    rank_problems,
+    read_model_config,
+)
 from areal_ray.model_function import check_function
 from areal_ray.recipe import REWARD_MODEL, Recipe, model_recipe
 from areal_ray.rewards.reward import check_reward
+from areal_ray.row_check import check_conversation, check_pair, check_rows
 from areal_ray.run_folder import conflict, in_use
 from areal_ray.runtime.run_config import is_hub_name
 from areal_ray.telemetry.log import REDACTED
@@ -179,25 +182,13 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     problem = deepspeed_problem() if recipe.learner.engine.kind == "deepspeed" else None
     if recipe.parts.trains and problem is not None:
         yield f"learner.engine.kind: {problem}"
-    width = recipe.learner.engine.ranks_per_share
-    if not recipe.parts.trains or width == 1:
-        return
-    if recipe.model.lora is not None:
-        yield (
-            f"{SPLIT_KEY}: is {width} with model.lora; must be 1, since adapters are not split. "
-            "Set it to 1, or remove model.lora."
+    if recipe.parts.trains:
+        companions = (path for _, _, path in _companions(recipe))
+        yield from rank_problems(
+            recipe.learner.engine,
+            [Path(path) for path in dict.fromkeys([recipe.model_path, *companions])],
+            has_adapters=recipe.model.lora is not None,
         )
-    for folder in dict.fromkeys(
-        Path(path) for path in (recipe.model_path, *(path for _, _, path in _companions(recipe)))
-    ):
-        if (folder / "config.json").is_file():
-            yield from _caught(SPLIT_KEY, lambda folder=folder: _require_split(folder, width))  # type: ignore[misc]
-
-
-def _require_split(folder: Path, width: int) -> None:
-    told = list(split_problems(folder, width))
-    if told:
-        raise RecipeError("\n".join(told))
 
 
 def _window_problems(recipe: Recipe) -> Iterator[str]:
@@ -286,28 +277,25 @@ def _code_problems(recipe: Recipe) -> Iterator[str]:
             lambda: check_reward(resolve(reward.score, roots, where="reward.score"), reward),
         )
     for i, phase in enumerate(recipe.sft.phases if recipe.sft is not None else ()):
-        where = f"sft.phases.{i}"
-        yield from _source_problems(recipe, where, phase.source, phase.args)
-        if phase.until is not None and phase.until.source is not None:
-            until = phase.until
-            yield from _source_problems(recipe, f"{where}.until", until.source or "", until.args)
+        where, until = f"sft.phases.{i}", phase.until
+        yield from _row_problems(recipe, check_conversation, where, phase.source, phase.args)
+        if until is not None:
+            source = until.source or phase.source
+            yield from _row_problems(
+                recipe, check_conversation, f"{where}.until", source, until.args
+            )
     pairs = recipe.preference
     if pairs is not None:
-        yield from _source_problems(recipe, "preference", pairs.source, pairs.args)
+        yield from _row_problems(recipe, check_pair, "preference", pairs.source, pairs.args)
         if pairs.held_out is not None:
             source, args = pairs.held_out.source or pairs.source, pairs.held_out.args
-            yield from _source_problems(recipe, "preference.held_out", source, args)
+            yield from _row_problems(recipe, check_pair, "preference.held_out", source, args)
 
 
-def _source_problems(recipe: Recipe, where: str, source: str, args: dict[str, Any]) -> list[str]:
-    def check() -> None:
-        made = resolve(source, recipe.import_roots, where=f"{where}.source")
-        try:
-            inspect.signature(made).bind(**args)
-        except TypeError as error:
-            raise RecipeError(f"{where}.args: {source} cannot be called: {error}.") from error
-
-    return _caught(where, check)
+def _row_problems(
+    recipe: Recipe, check: Callable[[Any], None], where: str, source: str, args: dict[str, Any]
+) -> list[str]:
+    return _caught(where, lambda: check_rows(where, source, args, recipe.import_roots, check))
 
 
 def _task_problems(recipe: Recipe) -> Iterator[str]:

@@ -210,10 +210,10 @@ class Recipe(Config):
         return yaml_tree.write_yaml(redact_all(typed_yaml.untyped_values(self), secrets))
 
     def _name_problems(self) -> list[str]:
-        if "/" in self.name or "\0" in self.name or self.name.strip(". ") != self.name:
+        if "/" in self.name or not self.name.isprintable() or self.name.strip(". ") != self.name:
             return [
-                f"name: is {self.name!r}; must be a plain folder name, without '/' and without "
-                "dots or spaces at its ends. The folder above it is cluster.fileroot."
+                f"name: is {self.name!r}; must be a plain folder name in one line, without '/' and "
+                "without dots or spaces at its ends. The folder above it is cluster.fileroot."
             ]
         return []
 

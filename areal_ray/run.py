@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from areal_ray.core.verdict import Comparison, FailureGuard
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftPhase
-from areal_ray.errors import ArealRayError, DeadlineExceeded
+from areal_ray.errors import ArealRayError, DataError, DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.runtime.bounds import BoundsService
 from areal_ray.runtime.evaluation import EvaluationService
@@ -96,10 +96,38 @@ class LearnerRun:
             task.cancel()
 
 
+@dataclass
+class RowCursor:
+    """How far a run on given rows is in them, whatever number of them a step takes."""
+
+    seed: int
+    """Of their order."""
+    taken: int = 0
+    """Of the present phase."""
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run goes on from."""
+        return {"taken": self.taken, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Inverse of `state_dict`.
+
+        Raises:
+            DataError: It belongs to another seed: the order would differ.
+        """
+        if state["seed"] != self.seed:
+            raise DataError(
+                f"resume: the checkpoint's rows are in the order of seed = {state['seed']}, this "
+                f"run's of {self.seed}. Resume with the seed it was started with"
+            )
+        self.taken = state["taken"]
+
+
 @dataclass(kw_only=True)
 class SftRun(LearnerRun):
     """A run of kind sft."""
 
+    rows: RowCursor
     phases: Sequence[SftPhase]
     phase_ends: list[int] = field(default_factory=list)
     """Step at which each finished phase ended."""
@@ -108,17 +136,23 @@ class SftRun(LearnerRun):
         """Steps done when a phase began."""
         return self.phase_ends[phase - 1] if phase else 0
 
-    def end_phase(self, phase: int) -> None:
-        """A phase took its last step."""
-        if len(self.phase_ends) == phase:
-            self.phase_ends.append(self.step)
+    def has_ended(self, phase: int) -> bool:
+        """Whether a phase took its last step."""
+        return phase < len(self.phase_ends)
+
+    def end_phase(self) -> None:
+        """The present phase took its last step."""
+        self.phase_ends.append(self.step)
+        self.rows.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
-        return {**super().state_dict(), "phase_ends": self.phase_ends}
+        more = {"rows": self.rows.state_dict(), "phase_ends": list(self.phase_ends)}
+        return {**super().state_dict(), **more}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`, into a run that has not begun."""
+        self.rows.load_state_dict(state["rows"])
         self.phase_ends = list(state["phase_ends"])
 
 
@@ -126,7 +160,16 @@ class SftRun(LearnerRun):
 class PairRun(LearnerRun):
     """A run of kind dpo or reward_model."""
 
+    rows: RowCursor
     config: PreferenceConfig
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        return {**super().state_dict(), "rows": self.rows.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`, into a run that has not begun."""
+        self.rows.load_state_dict(state["rows"])
 
 
 @dataclass(kw_only=True)

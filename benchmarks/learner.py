@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from areal_ray.algorithms.losses import ppo_clip_loss
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.core.trajectory import Group, Outcome, Trajectory
-from areal_ray.engines.row_forward import load_causal_model
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import LearnerConfig, OptimizerConfig, TorchTrainConfig
 from benchmarks.common import GSM8K_TOKENS, finish, median, options, spread, table

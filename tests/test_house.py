@@ -27,7 +27,7 @@ FLOORS = [
     {
         *("driver", "recipe", "run", "records", "handle", "assembly", "prepare"),
         *("preflight", "plan", "run_listing", "actors", "session", "ending", "kinds", "smoke"),
-        *("model_function", "model_check", "gateway_access", "agent_check", "control"),
+        *("model_function", "model_check", "gateway_access", "agent_check", "row_check", "control"),
         *("scaling", "following", "serving", "beginning", "header"),
     },
     {"cli"},

@@ -22,10 +22,11 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
         ) from error
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            text = line.decode("utf-8-sig").strip(" \t\r\v\f")
+            if not text:
+                continue
+            row = json.loads(text)
         except (ValueError, RecursionError) as error:  # broken JSON, or not UTF-8, or endless
             raise DataError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from areal_ray.core.buckets import digest
 from areal_ray.core.config import Config
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task
@@ -190,6 +191,7 @@ class TaskStream:
             raise DataError("tasks: the list is empty; at least one task is needed")
         self._tasks = tuple(tasks)
         self._row_of = {task.id: row for row, task in enumerate(self._tasks)}
+        self._ids = digest("\n".join(self._row_of).encode())
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = 0
@@ -243,6 +245,7 @@ class TaskStream:
             "retries": retries,
             "num_tasks": len(self._tasks),
             "seed": self._seed,
+            "ids": self._ids,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -257,12 +260,17 @@ class TaskStream:
                     f"resume: the checkpoint's task stream has {name} = {state[name]}, this run "
                     f"{ours}. Resume with the tasks and seed it was started with"
                 )
+        if state["ids"] != self._ids:
+            raise DataError(
+                "resume: the task source gives other ids than when the run was started, or the "
+                "same in another order, so that some tasks would be skipped and others taken "
+                "twice. Resume with the tasks it was started with"
+            )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
         self._retries = deque(
             (int(epoch), self._row_of[task_id], int(attempt))
             for epoch, task_id, attempt in state["retries"]
-            if task_id in self._row_of
         )
 
     def _order_of(self, epoch: int) -> list[int]:

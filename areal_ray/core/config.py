@@ -3,10 +3,14 @@
 Each component owns its own subclass, in the file that uses it; `areal_ray.recipe` composes them.
 """
 
+import os
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path as people write them: `~` is their home, which a shell leaves in `key=~/folder`."""
 
 
 class Config(BaseModel):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from areal_ray.core.reasons import count_reason
 from areal_ray.core.task import Task
 
 
@@ -104,13 +105,13 @@ class Ledger:
     def drop(self, group_id: str, reason: str) -> None:
         """A scored group is not trained on: too stale, or it teaches nothing."""
         self._end(group_id, LedgerState.LEASED, LedgerState.COMMITTED)
-        self.dropped[reason] += 1
+        count_reason(self.dropped, reason)
         self._write({"event": "dropped", "group": group_id, "reason": reason})
 
     def fail(self, group_id: str, reason: str) -> None:
         """The group gave no usable result."""
         self._end(group_id, LedgerState.RESERVED, LedgerState.LEASED)
-        self.failed[reason] += 1
+        count_reason(self.failed, reason)
         self._write({"event": "failed", "group": group_id, "reason": reason})
 
     def counts(self) -> dict[str, int]:

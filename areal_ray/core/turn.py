@@ -14,6 +14,31 @@ from numpy.typing import NDArray
 from areal_ray.core.trajectory import StopReason
 
 
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens at each of N places of a turn, whatever was sampled there."""
+
+    token_ids: NDArray[np.int32]
+    """[N, k] the likeliest first."""
+    logprobs: NDArray[np.float32]
+    """[N, k] of the distribution that the sampled ids' are of."""
+
+    def part(self, start: int, end: int | None = None) -> "TopTokens":
+        """Those of places start..end-1; to the last where no end is given."""
+        return TopTokens(self.token_ids[start:end], self.logprobs[start:end])
+
+
+def joined_tops(parts: Sequence[TopTokens | None]) -> TopTokens | None:
+    """Those of pieces of one turn, end to end; None where a piece has none."""
+    told = [part for part in parts if part is not None]
+    if not told or len(told) < len(parts):
+        return None
+    return TopTokens(
+        np.concatenate([part.token_ids for part in told]),
+        np.concatenate([part.logprobs for part in told]),
+    )
+
+
 class SampledTurn(Protocol):
     """What an engine reports of one turn; the arrays have the same length N."""
 
@@ -32,6 +57,10 @@ class SampledTurn(Protocol):
     @property
     def stop_reason(self) -> StopReason:
         """Why sampling stopped."""
+
+    @property
+    def top(self) -> TopTokens | None:
+        """[N] what was likeliest at each; None where nobody asked or the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +160,8 @@ class TurnRequest:
     wishes: SamplingWishes = SamplingWishes()
     grammar: str = ""
     """What its text is held to, see `core.grammars`; empty = nothing."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told beside each sampled one."""
 
 
 class TurnChunk(Protocol):
@@ -147,6 +178,10 @@ class TurnChunk(Protocol):
     @property
     def versions(self) -> NDArray[np.int32]:
         """[N]"""
+
+    @property
+    def top(self) -> TopTokens | None:
+        """[N] see `SampledTurn.top`."""
 
 
 @dataclass(frozen=True, slots=True)

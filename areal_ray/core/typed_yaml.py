@@ -292,15 +292,19 @@ def _wanted(node: Node, options: list[Any]) -> str:
     names += [", ".join(str(word) for word in words)] if words else []
     names += ["null"] if type(None) in options else []
     told = f"is {_show(node)}; must be {' or '.join(names)}."
-    if isinstance(node, Scalar):
+    if isinstance(node, Scalar) and node.fault:
+        told += f" It was read as text: {node.fault}"
+    elif isinstance(node, Scalar):
         plain = {str(word).lower(): str(word) for word in words}
         near = [plain[w] for w in difflib.get_close_matches(node.text.lower(), list(plain), n=1)]
         if near:
             told += f" Did you mean '{near[0]}'?"
         elif node.is_null and (str in options or Path in options):
             told += " Quote it if the word itself is meant."
-        elif node.is_quoted and not words and str not in options:
+        elif node.is_quoted and not words and {int, float, bool} & set(options):
             told += " Take the quotes off."
+        elif node.text and {list, tuple} & {get_origin(o) or o for o in options}:
+            told += f" Write [{node.text if not node.is_quoted else repr(node.text)}]."
     return told
 
 
@@ -337,6 +341,9 @@ def _faults_told(fault: dict[str, Any]) -> list[tuple[str, str]]:
     if fault["type"] in _BOUNDS:
         name, sign = _BOUNDS[fault["type"]]
         return [(f"is {fault['input']}; must be {sign} {context[name]}.", "")]
+    if fault["type"] == "too_short":
+        least, own = context["min_length"], context["actual_length"]
+        return [(f"has {own} items; must have at least {least}.", "")]
     if fault["type"] == "value_error":
         lines = str(context["error"]).splitlines()
         named = [(line, re.match(r"([a-z_][\w.]*): ", line)) for line in lines]

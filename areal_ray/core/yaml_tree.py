@@ -26,6 +26,8 @@ class Scalar:
     text: str
     is_quoted: bool
     where: str
+    fault: str = ""
+    """Why an override that looks like a list or a mapping is neither."""
 
     @property
     def is_null(self) -> bool:
@@ -75,7 +77,7 @@ def read_override(text: str) -> tuple[list[str], Node]:
         ValueError: no `=`, or no key before it.
     """
     key, equals, value = text.partition("=")
-    if not equals or not _KEY.fullmatch(key):
+    if not equals or not _KEY.fullmatch(key) or "" in key.split("."):
         raise ValueError(
             f"{OVERRIDE} {text!r}: is not of the form key=value. "
             "Write for example 'rollout.replicas=2'."
@@ -83,8 +85,9 @@ def read_override(text: str) -> tuple[list[str], Node]:
     value = value.strip()
     try:
         node = _compose(value, OVERRIDE)
-    except ValueError:
-        node = Scalar(value, is_quoted=False, where=OVERRIDE)  # such as '@a' or 'a: b: c'
+    except ValueError as error:  # such as '@a' or 'a: b: c'
+        fault = str(error).removeprefix(f"{OVERRIDE}: ").strip() if value[:1] in "[{" else ""
+        node = Scalar(value, is_quoted=False, where=OVERRIDE, fault=fault)
     if node is None or isinstance(node, Scalar):
         # YAML would cut ' #...' as a comment; a shell word has none.
         node = node or Scalar(value, is_quoted=False, where=OVERRIDE)
@@ -190,6 +193,8 @@ _Dumper.add_representer(float, _represent_float)
 def _compose(text: str, where: str) -> Node | None:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError as error:
+        raise ValueError(f"{where}: is nested too deep.") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark is not None else ""

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from areal_ray.algorithms.packing import MicroBatch, TrainSequence
 from areal_ray.algorithms.values import clipped_value_loss
+from areal_ray.engines.model_export import UNREADABLE, why_unreadable
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.optimizer import learning_rate
-from areal_ray.engines.row_forward import load_causal_model, placed_rows
+from areal_ray.engines.row_forward import placed_rows
 from areal_ray.engines.sharding import Sharding
 from areal_ray.engines.train_config import CriticConfig, TrainEngineConfig
 from areal_ray.engines.train_rows import Line
@@ -161,10 +163,10 @@ class Critic:
             self._placed.take(state["weights"])
             self._placed.load_state_dict(state["optimizer"])
             self._steps_taken = int(state["steps_taken"])
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
+        except UNREADABLE as error:
             raise DataError(
-                f"{file}: cannot resume the critic from it: {error}; it must be of this model. "
-                "Resume from another step."
+                f"{file}: cannot resume the critic from it: {why_unreadable(error)}; it must be "
+                "of this model. Resume from another step."
             ) from error
 
     def _values(self, micro: MicroBatch) -> Tensor:

@@ -30,6 +30,8 @@ _joined: list[Any] = []
 class ZeroSharding:
     """Places models by DeepSpeed; see `Sharding`."""
 
+    sequence = None
+
     def __init__(self, config: DeepspeedConfig, ranks: RankGroup) -> None:
         """Import and set up deepspeed in this process. Collective.
 

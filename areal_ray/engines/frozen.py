@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from areal_ray.algorithms.packing import MicroBatch, TrainSequence
-from areal_ray.engines.row_forward import RowForward, load_causal_model, placed_rows
+from areal_ray.engines.model_loading import load_causal_model
+from areal_ray.engines.row_forward import RowForward, placed_rows
 from areal_ray.engines.sharding import Sharding
 from areal_ray.engines.train_config import TrainEngineConfig
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from areal_ray.engines.memory_report import bytes_of
 from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
+from areal_ray.engines.sequence_parallel import SequenceRanks
 from areal_ray.engines.sharding import (
     PlacedModel,
     ShardedTensor,
@@ -59,6 +60,8 @@ class Fsdp:
         self._published = PartGroup(ranks, config.collective_timeout_s)
         self.loads_to = "cpu" if ranks.rank == 0 else "meta"
         self.is_sharded = ranks.size > 1
+        width = config.sequence_parallel
+        self.sequence = SequenceRanks(ranks, width) if width > 1 else None
 
     def agreed(self, answers: tuple[bool, ...]) -> tuple[bool, ...]:
         """See `Sharding`; rank 0 has the model, on others nothing is true of it."""

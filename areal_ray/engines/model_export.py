@@ -4,12 +4,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Self
 
 from areal_ray.core.storage import refused, writing
 from areal_ray.engines.deepspeed_device import name_device
 from areal_ray.engines.model_files import model_folder
 
+UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError)
+"""What reading a training state raises that is damaged, or of another model."""
 _GENERATION = "generation_config.json"
 _BESIDE_WEIGHTS = (
     "tokenizer*",
@@ -24,6 +27,13 @@ _BESIDE_WEIGHTS = (
     "*processor_config.json",
     _GENERATION,
 )
+
+
+def why_unreadable(error: Exception) -> str:
+    """One of `UNREADABLE` in a line."""
+    if isinstance(error, UnpicklingError):  # whose text is advice to read it without care
+        return "it is damaged"
+    return " ".join(str(error).split()) or "it ends too early"
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,8 +123,11 @@ class GuardedOptimizer:
         return self._adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; rates come from the schedule, not from the state."""
+        """Restore moments and counts; rates, decay and the like stay as they are set here."""
+        ours = [{k: v for k, v in g.items() if k != "params"} for g in self._adamw.param_groups]
         self._adamw.load_state_dict(state)
+        for group, settings in zip(self._adamw.param_groups, ours, strict=True):
+            group.update(settings)
 
 
 def _torch_optimizer(

@@ -74,7 +74,8 @@ class PreferenceConfig(Config):
     every_steps: int = Field(0, ge=0)
     """Look at held-out pairs after every so many steps; 0 = before the first and after the last."""
     max_tokens: int | None = Field(None, ge=2)
-    """Pairs with a longer answer, prompt included, are left out; null = none."""
+    """Pairs with a longer answer, prompt included, are left out, and counted; null = none, and one
+    that is longer than the model allows ends the run by its row."""
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Of kind dpo: sigmoid (arXiv:2305.18290), ipo (arXiv:2310.12036), hinge (arXiv:2305.10425).
     A reward model learns by Bradley and Terry's."""

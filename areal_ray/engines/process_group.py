@@ -117,13 +117,20 @@ class RankGroup:
         """The ranks that are a multiple of `step` away from this one; `size` is one. Collective."""
         if step == 1:
             return self
-        found = RankGroup(self.rank // step, self.size // step, self._device)
-        found._is_joined = False  # it ends with the whole group
-        for first in range(step):
-            members = list(range(first, self.size, step))
-            group = dist.new_group(members) if len(members) > 1 else None
-            if first == self.rank % step:
-                found._group, found._first = group, first
+        return self._part([range(first, self.size, step) for first in range(step)])
+
+    def neighbours(self, number: int) -> "RankGroup":
+        """This rank's among groups of `number` ranks in a row. Collective."""
+        return self._part([range(at, at + number) for at in range(0, self.size, number)])
+
+    def _part(self, parts: Sequence[range]) -> "RankGroup":
+        """The group of this rank, of groups that have all ranks between them."""
+        for members in parts:
+            group = dist.new_group(list(members)) if len(members) > 1 else None
+            if self.rank in members:
+                found = RankGroup(members.index(self.rank), len(members), self._device)
+                found._is_joined = False  # it ends with the whole group
+                found._group, found._first = group, members[0]
         return found
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -155,6 +162,13 @@ class RankGroup:
         return self._all_reduce(whole, ReduceOp.SUM, "join of columns"), slice(
             start, start + length
         )
+
+    def exchanged(self, parts: Tensor) -> Tensor:
+        """[size, ...] part r of each rank's [size, ...] on rank r, in the ranks' order."""
+        found = torch.empty_like(parts)
+        call = partial(dist.all_to_all_single, found, parts, group=self._group)
+        self.guarded("exchange of parts", call)
+        return found
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by rank 0's."""

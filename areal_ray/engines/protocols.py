@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from areal_ray.core.canary import Probe
 from areal_ray.core.config import Config
 from areal_ray.core.trajectory import Group, StopReason
+from areal_ray.core.turn import TopTokens
 from areal_ray.engines.preference import PairEvaluation, PreferencePair
 from areal_ray.engines.sft import SftEvaluation, SftExample
 
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 OnWeightUpdate = Literal["keep", "recompute", "drain"]
 
 
+LEAST_TEMPERATURE = 0.01
+"""Of sampling that is not greedy; vLLM takes a lower one for this."""
+
+
 class SamplingConfig(Config):
     """How one turn is sampled."""
 
     temperature: float = Field(1.0, ge=0.0)
-    """0 = greedy. Behaviour log-probs are at this temperature (at 1 where it is 0)."""
+    """0 = greedy, else at least 0.01: nearer to 0 engines round it, each its own way, and log-probs
+    overflow. Behaviour log-probs are at this temperature (at 1 where it is 0)."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Sample among the likeliest tokens that reach this probability. 1 = off."""
     top_k: int = Field(0, ge=0)
@@ -52,6 +58,15 @@ class SamplingConfig(Config):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a turn, also where they run over several tokens. All sampled tokens, the one
     that completes the text included, stay in the record and train; the reply's text ends before."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        if 0.0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"is {temperature:g}; must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}"
+            )
+        return temperature
 
     @field_validator("logit_bias")
     @classmethod
@@ -90,6 +105,10 @@ class GenerationRequest:
     grammar: str = ""
     """What the turn's text is held to, see `core.grammars`; empty = nothing. What samples is then
     not the policy alone; the log-probs stay the policy's own, as with penalties."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told at each place, whatever is sampled there: by the
+    distribution that recorded log-probs are of, before filters, penalties and grammars. Changes no
+    token, and costs the requests that do not ask nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +122,8 @@ class GenerationChunk:
     """[N]"""
     versions: NDArray[np.int32]
     """[N]"""
+    top: TopTokens | None = None
+    """[N] see `GenerationResult.top`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +142,8 @@ class GenerationResult:
     """Why the engine could not serve this request; then the arrays are empty."""
     is_refused: bool = False
     """Whether that lies in the request, so that no engine of the fleet will serve it."""
+    top: TopTokens | None = None
+    """[N] the likeliest tokens; None where the request asks for none or the engine has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def load_score_model(
     from torch import nn
     from transformers import AutoModelForSequenceClassification
 
-    from areal_ray.engines.row_forward import load_model
+    from areal_ray.engines.model_loading import load_model
 
     folder = model_folder(path, key)
     kind = AutoModelForSequenceClassification

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from areal_ray.algorithms.attention_blocks import AttentionBlocks, attention_allowed
 from areal_ray.algorithms.packing import MicroBatch, TrainSequence, build_rows, join_rows
+from areal_ray.engines.sequence_parallel import SequencePass
 
 _NAME = "areal_ray_rows"
 _log = logging.getLogger(__name__)
@@ -98,16 +99,20 @@ def use_row_attention(model: Any) -> None:
         attention_mask: Tensor | None,
         *,
         row_blocks: RowBlocks | None = None,
+        sequence: SequencePass | None = None,
         **how: Any,
     ) -> tuple[Tensor, None]:
         if row_blocks is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+        if sequence is not None:
+            query, key, value = (sequence.heads(states) for states in (query, key, value))
         columns = [row_blocks.spread(states) for states in (query, key, value)]
         parts = [
             sdpa_attention_forward(module, *block, **how)[0]
             for block in zip(*columns, row_blocks.masks, strict=True)
         ]
-        return row_blocks.joined(parts), None
+        found = row_blocks.joined(parts)
+        return (found if sequence is None else sequence.tokens(found)), None
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, sdpa_mask)

@@ -1,9 +1,8 @@
 """Forward passes of a Hugging Face causal model over packed rows."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,110 +18,20 @@ from areal_ray.algorithms.packing import (
     pack_rows,
 )
 from areal_ray.engines.memory_report import ActivationMeter
+from areal_ray.engines.model_loading import uses_flash
 from areal_ray.engines.row_attention import (
     attention_mask,
     joined_inputs,
     reads_joined_rows,
     use_row_attention,
 )
+from areal_ray.engines.sequence_parallel import SequenceRanks, Slice
 from areal_ray.engines.sharding import PlacedModel, Replicated, Sharding
+from areal_ray.engines.tensor_styles import SEQUENCE_KEY, attention_window
 from areal_ray.engines.train_config import OptimizerConfig, TrainEngineConfig
 from areal_ray.errors import EngineError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def load_causal_model(
-    path: Path | str, config: TrainEngineConfig, *, key: str = "model.path", device: str = ""
-) -> Any:
-    """A Hugging Face causal language model, ready to train; `key` of the recipe names it.
-
-    `device` other than the config's: where it is to lie; meta = without weights.
-
-    Raises:
-        EngineError: The folder holds no model, or not one of this kind.
-    """
-    from transformers import AutoModelForCausalLM
-
-    return load_model(AutoModelForCausalLM, path, config, key=key, device=device)
-
-
-def load_model(
-    kind: Any,
-    path: Path | str,
-    config: TrainEngineConfig,
-    *,
-    key: str,
-    device: str = "",
-    **fields: Any,
-) -> Any:
-    """The same for any of Transformers' Auto classes.
-
-    Args:
-        kind: The Auto class.
-        path: Folder or hub name.
-        config: Type, device and checkpointing.
-        key: Of the recipe, that names the path.
-        device: Where it is to lie; empty = where the config says, meta = without weights.
-        fields: Of the model's configuration.
-
-    Raises:
-        EngineError: The folder holds no model, or not one of this kind.
-    """
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # a bar for each rank would tear the run's own display
-    weights = torch.float64 if config.dtype == "float64" else torch.float32
-    attention = "flash_attention_2" if uses_flash(config) else "sdpa"
-    how = {"dtype": weights, "attn_implementation": attention}
-    try:
-        if device == "meta":
-            model: Any = _without_weights(kind, path, how, fields)
-        else:
-            model = kind.from_pretrained(path, **how, **fields)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        told = " ".join(str(error).split())
-        raise EngineError(
-            f"{key}: cannot load the model at {path}: {told}; it must be a Hugging Face causal "
-            f"language model. Check {key}."
-        ) from error
-    for module in model.modules():  # the policy that is trained must be the one that sampled
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model.eval()
-    if config.gradient_checkpointing:
-        model.config.attention_dropout = 0.0
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    return model.to(device or config.device)
-
-
-def uses_flash(config: TrainEngineConfig) -> bool:
-    """Whether passes go through flash-attn's kernels for sequences of various lengths.
-
-    Raises:
-        EngineError: It was asked for and is not there.
-    """
-    if config.attention == "sdpa" or (config.device, config.dtype) != ("cuda", "bfloat16"):
-        return False
-    from transformers.utils import is_flash_attn_2_available
-
-    if is_flash_attn_2_available():
-        return True
-    if config.attention == "flash":
-        raise EngineError(
-            "learner.engine.attention: is flash, and flash-attn is not there or not for this GPU; "
-            "must be sdpa or auto then. Install areal-ray[flash-attn], or change it."
-        )
-    return False
-
-
-def _without_weights(kind: Any, path: Path | str, how: Any, fields: Any) -> Any:
-    from transformers import AutoConfig
-
-    made_of = AutoConfig.from_pretrained(path, **fields)
-    with torch.device("meta"):
-        return kind.from_config(made_of, **how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +75,20 @@ def placed_rows(
         sharding: Places it over the ranks.
         optimizer: None = it never changes.
         value_head: Placed with the body alone, in place of the model's own.
+
+    Raises:
+        EngineError: Ranks are to share its passes, and its attention cannot be told.
     """
     traits = ModelTraits(*sharding.agreed(astuple(ModelTraits.of(model, config))))
+    if sharding.sequence is not None and not traits.reads_joined_rows:
+        raise EngineError(
+            f"{SEQUENCE_KEY}: {type(model).__name__} does not take its attention from "
+            "Transformers' interface; must be 1 with it."
+        )
     module: nn.Module = model
     if value_head is not None:
         module = nn.ModuleDict({"body": model.base_model, "head": value_head})
-    return RowForward(model, config, sharding.place(module, optimizer), traits)
+    return RowForward(model, config, sharding.place(module, optimizer), traits, sharding.sequence)
 
 
 class RowForward:
@@ -183,8 +100,10 @@ class RowForward:
         config: TrainEngineConfig,
         placed: PlacedModel | None = None,
         traits: ModelTraits | None = None,
+        sequence: SequenceRanks | None = None,
     ) -> None:
         """See `placed_rows`; alone, the model is whole and on this rank only."""
+        self._sequence = sequence
         traits = traits or ModelTraits.of(model, config)
         self.placed: PlacedModel = placed or Replicated().place(model)
         self._model = model
@@ -200,8 +119,7 @@ class RowForward:
         if self._joins:
             use_row_attention(model)
         text = model.config.get_text_config()
-        limits = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-        self._window = min((limit for limit in limits if limit), default=None)
+        self._window = attention_window(text)
         self._can_share = config.share_prefixes and traits.reads_shared_rows
         # Attention takes 4 H operations a pair and layer, the rest about 24 H^2 a token.
         self._pair_cost = 1.0 / (6.0 * text.hidden_size)
@@ -241,6 +159,11 @@ class RowForward:
         )
         if all(model.joins_rows(longest) for model in (self, beside or self)):
             found = join_rows(rows, max_tokens=budget, pair_cost=self._pair_cost)
+        elif self._sequence is not None:
+            raise EngineError(
+                f"{SEQUENCE_KEY}: a sequence of {longest} tokens is longer than the model's "
+                "attention window; must be 1 with such sequences."
+            )
         else:
             found = pack_rows(rows, max_tokens=budget)
         num_passes = self.placed.num_passes(len(found))
@@ -248,6 +171,8 @@ class RowForward:
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add to the gradient; `is_last` before the next update."""
+        if self._sequence is not None:  # each of its ranks has the loss of the whole pass
+            loss = loss / self._sequence.width
         self.placed.backward(loss, is_last=is_last)
 
     @property
@@ -264,14 +189,14 @@ class RowForward:
         self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> TokenLogprobs:
         """Log-probs of the batch's targets, in its order."""
-        with self.meter.over(batch.token_ids.size):
+        with self._metered(batch):
             found = self.placed.run(self._scored, batch, temperature, entropy_gradient)
         return TokenLogprobs(*found)
 
     def states(self, batch: MicroBatch) -> Tensor:
         """[N, H] as `hidden`, or [N, V] logits where the head is not all there is to them."""
-        with self.meter.over(batch.token_ids.size):
-            return self.placed.run(self._states, batch)
+        with self._metered(batch):
+            return self.placed.run(self._joined, self._states, batch)
 
     def logits_of(self, states: Tensor) -> Tensor:
         """[N, V] of some rows of `states`."""
@@ -283,14 +208,29 @@ class RowForward:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, H] final hidden state at the token that predicts each target."""
-        with self.meter.over(batch.token_ids.size):
-            return self.placed.run(self._hidden, batch)
+        with self._metered(batch):
+            return self.placed.run(self._joined, self._hidden, batch)
+
+    def _metered(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        width = 1 if self._sequence is None else self._sequence.width
+        return self.meter.over(batch.token_ids.size // width)
+
+    def _slice(self, batch: MicroBatch) -> Slice:
+        return Slice.all_of(batch) if self._sequence is None else self._sequence.slice_of(batch)
+
+    def _joined(self, compute: Callable[[MicroBatch, Slice], Tensor], batch: MicroBatch) -> Tensor:
+        own = self._slice(batch)
+        found = compute(batch, own)
+        if self._sequence is None:
+            return found
+        return self._sequence.joined(found, own, len(batch.targets))
 
     def _scored(
         self, batch: MicroBatch, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        targets = torch.from_numpy(batch.targets).to(self.device)
-        states = self._states(batch)
+        own = self._slice(batch)
+        targets = torch.from_numpy(own.targets).to(self.device)
+        states = self._states(batch, own)
         with self._autocast():
             if not self._has_plain_head:
                 found = logits_logprobs(
@@ -305,23 +245,28 @@ class RowForward:
                     temperature=temperature,
                     entropy_gradient=entropy_gradient,
                 )
-        return found.logprobs, found.entropy, found.is_argmax
+        if self._sequence is None:
+            return found.logprobs, found.entropy, found.is_argmax
+        columns = (found.logprobs, found.entropy, found.is_argmax.to(found.logprobs))
+        whole = self._sequence.joined(torch.stack(columns, 1), own, len(batch.targets))
+        logprobs, entropy, is_argmax = whole.unbind(1)
+        return logprobs, entropy if entropy_gradient else entropy.detach(), is_argmax > 0.5
 
-    def _states(self, batch: MicroBatch) -> Tensor:
+    def _states(self, batch: MicroBatch, own: Slice) -> Tensor:
         if self._has_plain_head:
-            return self._hidden(batch)
+            return self._hidden(batch, own)
         with self._autocast():
-            logits: Tensor = self._model(**self._inputs(batch), use_cache=False).logits
-        return self._chosen(logits, batch)
+            logits: Tensor = self._model(**self._inputs(batch, own), use_cache=False).logits
+        return self._chosen(logits, own)
 
-    def _hidden(self, batch: MicroBatch) -> Tensor:
+    def _hidden(self, batch: MicroBatch, own: Slice) -> Tensor:
         with self._autocast():
-            states = self._body(**self._inputs(batch), use_cache=False).last_hidden_state
-        return self._chosen(states, batch)
+            states = self._body(**self._inputs(batch, own), use_cache=False).last_hidden_state
+        return self._chosen(states, own)
 
-    def _chosen(self, states: Tensor, batch: MicroBatch) -> Tensor:
-        """[N, ...] rows of [B, L, ...] that predict a target."""
-        at = torch.from_numpy(batch.sources).to(self.device)
+    def _chosen(self, states: Tensor, own: Slice) -> Tensor:
+        """[n, ...] rows of [B, L, ...] that predict a target."""
+        at = torch.from_numpy(own.sources).to(self.device)
         return states.flatten(0, 1).index_select(0, at)
 
     def _autocast(self) -> Any:
@@ -329,10 +274,15 @@ class RowForward:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+    def _inputs(self, batch: MicroBatch, own: Slice) -> dict[str, Any]:
         device, dtype = self.device, _DTYPES[self._config.dtype]
         if self._joins and batch.joined is not None:
-            return joined_inputs(batch, dtype, device)
+            joined = joined_inputs(batch, dtype, device)
+            if self._sequence is not None:
+                joined["input_ids"] = torch.from_numpy(own.token_ids).to(device)
+                joined["position_ids"] = torch.from_numpy(own.position_ids).to(device)
+                joined["sequence"] = self._sequence.pass_over(batch)
+            return joined
         inputs: dict[str, Any] = {"input_ids": torch.from_numpy(batch.token_ids).to(device)}
         if batch.segment_ids is not None:
             inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(device)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import TopTokens, joined_tops
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
 from areal_ray.engines.sampling import SamplingRows, stream
 from areal_ray.engines.seen_tokens import SeenTokens
@@ -34,6 +35,7 @@ _SCALARS = np.dtype(
         ("frequency", "f4"),
         ("cache_version", "i8"),  # weights that computed its keys and values
         ("has_stop_strings", "?"),
+        ("num_told", "i8"),  # likeliest tokens told at each place
         ("unsent", "i8"),  # first token that no chunk holds yet; _NEVER_SENT where not streamed
     ]
 )
@@ -52,6 +54,8 @@ class RowTable:
     ) -> None:
         self.num_rows = 0
         self.requests: list[GenerationRequest] = []
+        self._tops: list[list[TopTokens]] = []
+        """Of each row, one for each token sampled; empty where it asks for none."""
         self.tokens = np.empty((max_rows, max_tokens), dtype=np.int32)
         self._logprobs = np.empty((max_rows, max_tokens), dtype=np.float32)
         self._versions = np.empty((max_rows, max_tokens), dtype=np.int32)
@@ -74,6 +78,7 @@ class RowTable:
             self.column("top_k", first),
             self.column("min_p", first),
             self.column("is_adjusted", first),
+            self.column("num_told", first),
             device,
         )
 
@@ -97,6 +102,7 @@ class RowTable:
             sampling.frequency_penalty,
             version,
             bool(sampling.stop),
+            request.top_logprobs,
             length if request.is_streamed else _NEVER_SENT,
         )
         if self._seen is not None:
@@ -109,6 +115,7 @@ class RowTable:
         self._stops[row] = -1
         self._stops[row, : len(stops)] = list(stops)
         self.requests.append(request)
+        self._tops.append([])
         self.num_rows += 1
 
     def record(
@@ -131,6 +138,21 @@ class RowTable:
             is_stopped[i] |= self._stop_strings.is_reached(self.sampled(first + i), stop)
         return is_stopped, length >= self.column("end", first)
 
+    def record_tops(
+        self, rows: NDArray[np.int64], token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]
+    ) -> None:
+        """Add what was likeliest [t, k] where rows [t] sampled last; each keeps what it wants."""
+        for row, ids, found in zip(
+            rows.tolist(), token_ids.astype(np.int32), logprobs, strict=True
+        ):
+            count = self.requests[row].top_logprobs
+            self._tops[row].append(TopTokens(ids[None, :count], found[None, :count]))
+
+    def _top(self, row: int, start: int, end: int) -> TopTokens | None:
+        """Of the tokens known from `start` to `end`."""
+        prompt = int(self._scalars["prompt"][row])
+        return joined_tops(self._tops[row][start - prompt : end - prompt])
+
     def sampled(self, row: int) -> NDArray[np.int32]:
         """[N] the tokens sampled in a row so far, a view."""
         return self.tokens[row, self._scalars["prompt"][row] : self._scalars["length"][row]]
@@ -152,6 +174,7 @@ class RowTable:
             logprobs=self._logprobs[row, sampled].copy(),
             versions=self._versions[row, sampled].copy(),
             stop_reason=reason,
+            top=self._top(row, sampled.start, sampled.stop),
         )
 
     def fail(self, row: int, why: str, *, is_refused: bool = False) -> GenerationResult:
@@ -175,6 +198,7 @@ class RowTable:
             self.tokens[row, new].copy(),
             self._logprobs[row, new].copy(),
             self._versions[row, new].copy(),
+            self._top(row, new.start, new.stop),
         )
 
     def remove(self, leaving: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -196,7 +220,9 @@ class RowTable:
                 self._seen.move(movers, gaps)
             for gap, mover in zip(gaps, movers, strict=True):
                 self.requests[gap] = self.requests[mover]
+                self._tops[gap] = self._tops[mover]
         del self.requests[remaining:]
+        del self._tops[remaining:]
         self.num_rows = remaining
         return movers, gaps
 

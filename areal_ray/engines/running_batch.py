@@ -23,7 +23,13 @@ from areal_ray.engines.logit_adjustments import adjusted_logits
 from areal_ray.engines.prefix_reuse import PrefixReuse
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import RowTable, aborted_result
-from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, uniforms
+from areal_ray.engines.sampling import (
+    PLAIN_SAMPLING,
+    SamplingRows,
+    likeliest,
+    sample,
+    uniforms,
+)
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig
 
 
@@ -107,6 +113,9 @@ class RunningBatch:
         )
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         is_stopped, is_cut = self._rows.record(first, tokens, logprobs, self.version)
+        if rows.told is not None:
+            tops = likeliest(logits, rows, drawn, drawn_logprobs)
+            self._rows.record_tops(*(one.cpu().numpy() for one in (first + rows.told, *tops)))
         self.sampled_tokens += len(tokens)
         failed = {row: self._rows.fail(row, why, is_refused=True) for row, why in lost.items()}
         for row in (first + np.flatnonzero(~np.isfinite(logprobs))).tolist():

@@ -63,6 +63,10 @@ class SamplingRows:
     """[f, 1]"""
     adjusted: torch.Tensor | None
     """[a] indices of rows with penalties, biases or a grammar."""
+    told: torch.Tensor | None
+    """[t] indices of rows whose likeliest tokens are told."""
+    num_told: int
+    """Tokens told of each, the most that a row asks for."""
 
     @classmethod
     def of(
@@ -72,11 +76,13 @@ class SamplingRows:
         top_k: NDArray[np.int64],
         min_p: NDArray[np.float32],
         is_adjusted: NDArray[np.bool_],
+        num_told: NDArray[np.int64],
         device: torch.device,
     ) -> "SamplingRows":
         """Sort rows [n] by what has to be done to their logits."""
         is_filtered = (top_p < 1.0) | (top_k > 0) | (min_p > 0.0)
-        if (temperature == 1.0).all() and not (is_filtered.any() or is_adjusted.any()):
+        is_special = is_filtered | is_adjusted | (num_told > 0)
+        if (temperature == 1.0).all() and not is_special.any():
             return PLAIN_SAMPLING
         is_greedy = temperature == 0.0
         inverse = np.where(is_greedy, 1.0, 1.0 / np.where(is_greedy, 1.0, temperature))
@@ -93,10 +99,12 @@ class SamplingRows:
             top_k=_on_device(off[filtered, None], device) if some else None,
             min_p=_on_device(min_p[filtered, None].astype(np.float32), device) if some else None,
             adjusted=_on_device(np.flatnonzero(is_adjusted), device) if is_adjusted.any() else None,
+            told=_on_device(np.flatnonzero(num_told), device) if num_told.any() else None,
+            num_told=int(num_told.max(initial=0)),
         )
 
 
-PLAIN_SAMPLING = SamplingRows(None, None, None, None, None, None, None)
+PLAIN_SAMPLING = SamplingRows(None, None, None, None, None, None, None, None, 0)
 """Temperature 1 and the whole vocabulary in every row: what training samples with."""
 
 
@@ -126,6 +134,34 @@ def sample(
         return _sample_adjusted(logits.float(), rows, uniform, adjusted)
     tokens, probabilities = _draw(logits, rows, uniform)
     return tokens.squeeze(1), probabilities.gather(1, tokens).log_().squeeze(1)
+
+
+def likeliest(
+    logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is told of `rows.told` [t] beside what `sample` drew.
+
+    Args:
+        logits: [n, vocabulary] the policy's own, as `sample` got them.
+        rows: Of the same rows.
+        tokens: [n] that it drew.
+        logprobs: [n] that it gave them.
+
+    Returns:
+        [t, k] int64 token ids, the likeliest first, and [t, k] float32 log-probs of the
+        distribution that `logprobs` are of; of a drawn token exactly its own.
+    """
+    which = rows.told
+    assert which is not None
+    own = logits[which].float()
+    if rows.inverse_temperature is not None:
+        own = own * rows.inverse_temperature[which]
+    # Not the log of the probabilities: at low temperatures float32 holds but a few of them.
+    whole = torch.log_softmax(own, -1)
+    # The drawn one's may differ by rounding; put in before, it cannot break the order.
+    whole.scatter_(1, tokens[which, None], logprobs[which, None])
+    found, ids = torch.topk(whole, min(rows.num_told, whole.shape[1]), dim=-1)
+    return ids, found
 
 
 def _sample_adjusted(

@@ -86,6 +86,9 @@ class SftPhase(Config):
     """Optimizer updates; with `until` the fewest."""
     batch_size: int = Field(ge=1)
     """Conversations an update, over all ranks."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Longer conversations are left out, and counted; null = none, and one that is longer than
+    the model allows ends the run by its row."""
     until: SftUntil | None = None
     """Go on beyond `steps` while this does not hold."""
     max_steps: int | None = Field(None, ge=1)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import numpy as np
 
+from areal_ray.core.turn import TopTokens
 from areal_ray.errors import EngineError
 
 _FIRST_PAUSE_S = 0.2
@@ -40,6 +42,8 @@ class Sampled:
     """What the server stamps them with."""
     finish: str
     """stop, length or abort; empty while the turn goes on."""
+    tops: list[TopTokens | None]
+    """For each token what was likeliest in its place; None where the server does not tell."""
 
 
 class SglangApi:
@@ -80,13 +84,13 @@ class SglangApi:
             EngineError: The server refused, or its answer lacks what training needs.
         """
         answer = _object(await self._asked("POST", "/generate", body, None), "/generate")
-        return _sampled(answer, 0)
+        return _sampled(answer, 0, body.get("top_logprobs_num", 0))
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Sampled, None]:
         """/generate as events; each yields what is new since the last."""
         num_told, is_ended = 0, False
         async for event in self._events("/generate", body):
-            sampled = _sampled(event, num_told)
+            sampled = _sampled(event, num_told, body.get("top_logprobs_num", 0))
             num_told += len(sampled.token_ids)
             is_ended = bool(sampled.finish)
             yield sampled
@@ -210,7 +214,7 @@ def _meta(answer: Json) -> Json:
     return meta
 
 
-def _sampled(answer: Json, num_told: int) -> Sampled:
+def _sampled(answer: Json, num_told: int, num_likely: int) -> Sampled:
     """What an answer adds to `num_told` tokens; streams may repeat all tokens or send new ones."""
     meta = _meta(answer)
     finish = _finish(meta)
@@ -229,7 +233,30 @@ def _sampled(answer: Json, num_told: int) -> Sampled:
             f"/generate: {len(ids)} log-probs for {new} new tokens, or for other tokens than "
             "output_ids; there must be one for each"
         )
-    return Sampled(ids, logprobs, _version(meta, total), finish)
+    tops = _tops(meta.get("output_top_logprobs"), new, total, num_likely)
+    return Sampled(ids, logprobs, _version(meta, total), finish, tops)
+
+
+def _tops(entries: Any, new: int, total: int, num_likely: int) -> list[TopTokens | None]:
+    """What is told beside the last `new` of `total` tokens; streams may repeat all of it."""
+    if not entries or num_likely == 0 or new == 0:
+        return [None] * new
+    if not isinstance(entries, list) or len(entries) not in (new, total):
+        raise EngineError(
+            f"/generate: output_top_logprobs is not of {new} or {total} tokens; it must be a list "
+            "with one entry for each"
+        )
+    return [_top(entry, num_likely) for entry in entries[-new:]]
+
+
+def _top(entry: Any, num_likely: int) -> TopTokens:
+    ids, logprobs = _pairs(entry, "output_top_logprobs", may_be_impossible=True)
+    if len(ids) != num_likely:
+        raise EngineError(
+            f"/generate: output_top_logprobs has {len(ids)} tokens for a place; must be "
+            f"{num_likely}, as asked"
+        )
+    return TopTokens(np.array([ids], np.int32), np.array([logprobs], np.float32))
 
 
 def _finish(meta: Json) -> str:
@@ -255,8 +282,10 @@ def _version(meta: Json, total: int) -> str:
     return named.pop() if len(named) == 1 else " and ".join(sorted(named))
 
 
-def _pairs(entries: Any, name: str) -> tuple[list[int], list[float]]:
-    """Ids and log-probs of [[logprob, id, text], ...]."""
+def _pairs(
+    entries: Any, name: str, *, may_be_impossible: bool = False
+) -> tuple[list[int], list[float]]:
+    """Ids and log-probs of [[logprob, id, text], ...]; sampled tokens were possible."""
     if not isinstance(entries, list):
         raise EngineError(f"/generate: {name} is missing; the server must return log-probs")
     ids, logprobs = [], []
@@ -265,9 +294,10 @@ def _pairs(entries: Any, name: str) -> tuple[list[int], list[float]]:
             raise EngineError(f"/generate: {name} holds {entry!r}, must hold [logprob, id, text]")
         logprob = entry[0]
         is_sound = isinstance(logprob, int | float) and math.isfinite(logprob)
-        if not is_sound or not _LEAST_LOGPROB < logprob < _MARGIN:
+        least = -math.inf if may_be_impossible else _LEAST_LOGPROB
+        if not is_sound or not least < logprob < _MARGIN:
             raise EngineError(
-                f"/generate: token {entry[1]} has the log-prob {logprob}; must be finite"
+                f"/generate: {name}: token {entry[1]} has the log-prob {logprob}; must be finite"
             )
         ids.append(entry[1])
         logprobs.append(float(logprob))

@@ -24,6 +24,7 @@ from uuid import uuid4
 import numpy as np
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import TopTokens, joined_tops
 from areal_ray.engines.protocols import (
     GenerationChunk,
     GenerationRequest,
@@ -58,6 +59,8 @@ class Turn:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    tops: list[TopTokens | None] = field(default_factory=list)
+    """One for each token, where the request asks for them."""
     rid: str = ""
     """Of the piece at the server; empty while there is none."""
     num_told: int = 0
@@ -69,8 +72,10 @@ class Turn:
 
     def body(self, rid: str) -> dict[str, object]:
         """The request for its next piece."""
-        sampling = self.request.sampling
+        sampling, num_told = self.request.sampling, self.request.top_logprobs
+        told = {"top_logprobs_num": num_told} if num_told else {}
         return {
+            **told,
             "rid": rid,
             "input_ids": [*self.request.prompt_ids.tolist(), *self.token_ids],
             "sampling_params": {
@@ -101,6 +106,7 @@ class Turn:
             token_ids=np.array(self.token_ids[new], np.int32),
             logprobs=np.array(self.logprobs[new], np.float32),
             versions=np.array(self.versions[new], np.int32),
+            top=joined_tops(self.tops[new]),
         )
 
     def result(self) -> GenerationResult:
@@ -111,6 +117,7 @@ class Turn:
             logprobs=np.array(self.logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
             stop_reason=self.reason,
+            top=joined_tops(self.tops),
         )
 
 
@@ -330,6 +337,8 @@ class TurnDesk:
                 break
         turn.logprobs += sampled.logprobs[:new]
         turn.versions += [version] * new
+        if turn.request.top_logprobs:
+            turn.tops += sampled.tops[:new]
         self.sampled_tokens += new
         if new and turn.request.is_streamed and self._on_chunks is not None:
             self._streaming[turn.request.request_id] = turn

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from areal_ray.engines.memory_report import bytes_of
 from areal_ray.engines.optimizer import GuardedOptimizer, UpdateStats
 from areal_ray.engines.process_group import RankGroup
+from areal_ray.engines.sequence_parallel import SequenceRanks
 from areal_ray.engines.train_config import OptimizerConfig
 
 T = TypeVar("T")
@@ -102,6 +103,10 @@ class Sharding(Protocol):
     def is_sharded(self) -> bool:
         """Whether rank 0 needs the other ranks to read a model's weights."""
 
+    @property
+    def sequence(self) -> SequenceRanks | None:
+        """The ranks that compute each pass together; None = each has passes of its own."""
+
     def agreed(self, answers: tuple[bool, ...]) -> tuple[bool, ...]:
         """What ranks that hold a model found out about it, on all ranks. Collective."""
 
@@ -118,6 +123,7 @@ class Replicated:
     """Each rank holds the whole model; gradients are summed at each update."""
 
     is_sharded = False
+    sequence = None
 
     def __init__(self, ranks: RankGroup | None = None, device: str = "cpu") -> None:
         self._ranks = ranks or RankGroup()

@@ -1,9 +1,10 @@
-"""How Transformers' own plan splits a model's layers over ranks; without torch.
+"""Which ranks can compute a model together: its layers' split by Transformers' own plan, its heads.
 
-So that a number of ranks that does not go with a model is told before anything starts.
+Without torch, so that a number of ranks that does not go with a model is told before anything
+starts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from areal_ray.errors import EngineError
 KEY = "learner.engine.tensor_parallel"
 CUT = ("colwise", "rowwise")
 PARTIAL = "replicated_with_grad_allreduce"
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+SEQUENCE_KEY = "learner.engine.sequence_parallel"
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_DIVIDED = (*_HEADS, "intermediate_size")
 
 
 def tensor_styles(config: Any) -> dict[str, str]:
@@ -50,11 +53,31 @@ def split_problems(folder: Path, width: int) -> Iterator[str]:
     except EngineError as error:
         yield f"{error} It is {width}, with {folder}."
         return
+    yield from _undivided(config, _DIVIDED, KEY, folder, width)
+
+
+def sequence_problems(folder: Path, width: int) -> Iterator[str]:
+    """Why so many ranks cannot share the rows of a checkpoint, a line each."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    yield from _undivided(config, _HEADS, SEQUENCE_KEY, folder, width)
+
+
+def attention_window(text: Any) -> int | None:
+    """How far some layers see, by a model's own config; None = all see everything."""
+    limits = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _undivided(
+    config: Any, names: Iterable[str], key: str, folder: Path, width: int
+) -> Iterator[str]:
     text = config.get_text_config()
-    for name in _DIVIDED:
+    for name in names:
         number = getattr(text, name, None)
         if isinstance(number, int) and number % width:
             yield (
-                f"{KEY}: is {width}, and {folder} has {name} {number}; must divide it. Use "
+                f"{key}: is {width}, and {folder} has {name} {number}; must divide it. Use "
                 "another number."
             )

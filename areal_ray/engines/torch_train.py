@@ -22,7 +22,8 @@ from areal_ray.engines.judge import Judge
 from areal_ray.engines.lora import Adapters
 from areal_ray.engines.lora_config import LoraSetup
 from areal_ray.engines.memory_report import MemoryReport
-from areal_ray.engines.model_export import ModelExtras, saving
+from areal_ray.engines.model_export import UNREADABLE, ModelExtras, saving, why_unreadable
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.optimizer import learning_rate
 from areal_ray.engines.pair_step import DpoLoss, PairLoss, PairStep, ScoreLoss
 from areal_ray.engines.preference import PairEvaluation, PairTask, PreferencePair
@@ -31,7 +32,7 @@ from areal_ray.engines.process_group import RankGroup
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.reward_model import load_score_model
 from areal_ray.engines.rl_step import RlStep
-from areal_ray.engines.row_forward import load_causal_model, placed_rows
+from areal_ray.engines.row_forward import placed_rows
 from areal_ray.engines.sft import OfflineDistillationConfig, SftEvaluation, SftExample
 from areal_ray.engines.sft_loss import SftLoss
 from areal_ray.engines.sft_step import SftStep
@@ -229,10 +230,10 @@ class TorchTrainEngine:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=self.is_sharded)
             self._placed.take(self._saved(folder))
             self._placed.load_state_dict(state["optimizer"])
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
+        except UNREADABLE as error:
             raise DataError(
-                f"{file}: cannot resume from it: {error}; it must be a checkpoint of this model. "
-                "Resume from another step."
+                f"{file}: cannot resume from it: {why_unreadable(error)}; it must be a checkpoint "
+                "of this model. Resume from another step."
             ) from error
         if self._critic is not None:
             self._critic.load(folder)

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from areal_ray.core.config import Config
+from areal_ray.core.config import Config, UserPath
 from areal_ray.engines.deepspeed_settings import EngineKeys, engine_problems, optimizer_problems
 
 
@@ -106,16 +106,30 @@ class FsdpConfig(TrainEngineConfig):
     tensor_parallel: int = Field(1, ge=1)
     """Neighbouring ranks that compute each layer together, by the plan that Transformers has for
     the model: its attention heads and widths must divide by it."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Neighbouring ranks that compute each pass together, each on its slice of the tokens
+    (Ulysses): for sequences whose activations one rank cannot hold. The model's attention heads and
+    key-value heads must divide by it."""
     cpu_offload: bool = False
     """Keep parts and optimizer state in host memory and update there; with device cuda."""
 
     @property
     def ranks_per_share(self) -> int:
         """See `TrainEngineConfig`."""
-        return self.tensor_parallel
+        return self.tensor_parallel * self.sequence_parallel
 
     @model_validator(mode="after")
     def _check_fsdp(self) -> Self:
+        if self.sequence_parallel > 1 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"sequence_parallel: is {self.sequence_parallel} with tensor_parallel "
+                f"{self.tensor_parallel}; one of the two must be 1. Change either."
+            )
+        if self.sequence_parallel > 1 and self.attention != "auto":
+            raise ValueError(
+                f"sequence_parallel: is {self.sequence_parallel} with attention {self.attention}; "
+                "must be 1 then. Set attention=auto."
+            )
         if self.cpu_offload and self.device == "cpu":
             raise ValueError(
                 "cpu_offload: is true with device cpu, where all is in host memory already; must "
@@ -196,9 +210,11 @@ class LearnerConfig(Config):
     def _check(self) -> Self:
         together = self.engine.ranks_per_share
         if self.ranks % together:
+            is_tensor = getattr(self.engine, "tensor_parallel", 1) > 1
+            key = "tensor_parallel" if is_tensor else "sequence_parallel"
             raise ValueError(
-                f"ranks: is {self.ranks} with engine.tensor_parallel {together}; must be a "
-                "multiple of it. Change either."
+                f"ranks: is {self.ranks} with engine.{key} {together}; must be a multiple of it. "
+                "Change either."
             )
         kind, device = self.engine.kind, self.engine.device
         if self.optimizer.name == "adamw_8bit" and (kind, device) != ("torch", "cuda"):
@@ -216,7 +232,7 @@ class LearnerConfig(Config):
 class CriticConfig(Config):
     """The model that says what reward to expect from each token on (PPO)."""
 
-    path: str | None = Field(None, min_length=1)
+    path: UserPath | None = Field(None, min_length=1)
     """Folder or hub name of the body it starts from; null = model.path. Its head starts at 0."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """What updates it, once for each minibatch."""
@@ -227,14 +243,14 @@ class CriticConfig(Config):
 class ReferenceConfig(Config):
     """The model that objective.kl holds the policy near; it never changes."""
 
-    path: str | None = Field(None, min_length=1)
+    path: UserPath | None = Field(None, min_length=1)
     """Folder or hub name; null = model.path."""
 
 
 class TeacherConfig(Config):
     """The model that objective.distillation learns from; it never changes."""
 
-    path: str = Field(min_length=1)
+    path: UserPath = Field(min_length=1)
     """Folder or hub name; it must share the vocabulary of model.path."""
 
 

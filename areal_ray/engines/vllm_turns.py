@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import TopTokens, joined_tops
 from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, GenerationResult
 from areal_ray.engines.row_table import failed_result
 
@@ -38,6 +39,7 @@ class Turn:
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     """What was told so far, piece by piece."""
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    tops: list[TopTokens | None] = field(default_factory=list)
 
     @property
     def num_sampled(self) -> int:
@@ -55,9 +57,11 @@ class Turn:
         assert len(logprobs) == count, "vLLM told another number of log-probs than of tokens"
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
+        top = _top_tokens(completion.logprobs) if self.request.top_logprobs else None
+        self.tops.append(top)
         self.is_broken |= not np.isfinite(logprobs).all()
         versions = _token_versions(self._version_starts(completion), first, first + count)
-        return GenerationChunk(self.request.request_id, token_ids, logprobs, versions)
+        return GenerationChunk(self.request.request_id, token_ids, logprobs, versions, top)
 
     def result(self, completion: Any) -> GenerationResult:
         """The turn that ended with this completion, whole."""
@@ -72,7 +76,8 @@ class Turn:
             return failed_result(name, _NOT_FINITE.format(broken[0], versions[broken[0]]))
         if reason not in _REASONS:
             return failed_result(name, f"vLLM ended it with {reason!r}.")
-        return GenerationResult(name, token_ids, logprobs, versions, _REASONS[reason])
+        top = joined_tops(self.tops)
+        return GenerationResult(name, token_ids, logprobs, versions, _REASONS[reason], top=top)
 
     def _version_starts(self, completion: Any) -> list[tuple[str, int]]:
         """Versions with their first tokens: of a last completion its spans, else as tracked."""
@@ -100,7 +105,7 @@ def sampling_params(turn: Turn, stop_ids: Sequence[int], window_tokens: int) -> 
         ignore_eos=True,  # the ids that end a turn are given above
         seed=request.seed & _LARGEST_SEED,
         structured_outputs=_held_to(request.grammar) if request.grammar else None,
-        logprobs=0,
+        logprobs=request.top_logprobs,  # beside the sampled one's
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=(RequestOutputKind.DELTA if turn.is_streamed else RequestOutputKind.FINAL_ONLY),
@@ -141,6 +146,13 @@ def _sampled_logprobs(logprobs: Any) -> NDArray[np.float32]:
     """Of each position the sampled token's, which vLLM tells first."""
     first = np.asarray(logprobs.start_indices, dtype=np.int64)
     return np.asarray(logprobs.logprobs, dtype=np.float32)[first]
+
+
+def _top_tokens(logprobs: Any) -> TopTokens:
+    """Of each position those behind the sampled token: the likeliest, whatever was sampled."""
+    count = len(logprobs.start_indices)
+    ids = np.asarray(logprobs.token_ids, dtype=np.int32).reshape(count, -1)[:, 1:]
+    return TopTokens(ids, np.asarray(logprobs.logprobs, dtype=np.float32).reshape(count, -1)[:, 1:])
 
 
 def _token_versions(starts: Sequence[tuple[str, int]], first: int, end: int) -> NDArray[np.int32]:

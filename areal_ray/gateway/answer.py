@@ -222,6 +222,7 @@ class Answer:
             top_p=call.top_p if is_free else None,
             wishes=call.wishes if is_free else SamplingWishes(),
             grammar=grammar,
+            top_logprobs=call.top_logprobs if call.logprobs else 0,
         )
 
     async def whole(self) -> CallReply:

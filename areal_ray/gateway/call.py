@@ -55,6 +55,7 @@ class Call:
     """Fields that ask for what no engine here does."""
     logprobs: bool = False
     top_logprobs: int = 0
+    """With `logprobs`: how many of the likeliest tokens are told at each place."""
     json_schema: Mapping[str, Any] | None = None
     """The reply has to be JSON of this schema; {} = any object."""
     is_strict: bool = False
@@ -95,10 +96,14 @@ class CalledTool:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One sampled token, where the client asked for log-probs."""
+    """One token, where the client asked for log-probs."""
 
     text: str
     logprob: float
+    raw: bytes
+    """Of half a character, too, which `text` cannot show."""
+    top: "tuple[TokenLogprob, ...]" = ()
+    """Of a sampled one: the likeliest in its place, the likeliest first; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

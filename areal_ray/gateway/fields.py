@@ -8,6 +8,7 @@ from areal_ray.gateway.messages import plain_id
 
 _MAX_STOP = 16
 _SAID = ("text", "refusal")
+_MAX_TOP_LOGPROBS = 20
 _MEDIA = ("image", "image_url", "input_image", "input_file", "input_audio", "document", "file")
 
 
@@ -37,6 +38,16 @@ def read_count(body: Mapping[str, Any], name: str) -> int | None:
     if type(count) is not int or count < 1:
         refuse(name, f"is {shown(count)}; must be a whole number >= 1")
     return count
+
+
+def read_top_logprobs(body: Mapping[str, Any], name: str = "top_logprobs") -> int:
+    """How many of the likeliest tokens a body asks for at each place; 0 if it does not say."""
+    count = body.get(name)
+    if type(count) is float and count.is_integer():
+        count = int(count)
+    if count is not None and (type(count) is not int or not 0 <= count <= _MAX_TOP_LOGPROBS):
+        refuse(name, f"is {shown(count)}; must be a whole number from 0 to {_MAX_TOP_LOGPROBS}")
+    return count or 0
 
 
 def read_number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:

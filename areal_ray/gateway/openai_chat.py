@@ -33,6 +33,7 @@ from areal_ray.gateway.fields import (
     read_stop,
     read_text,
     read_tools,
+    read_top_logprobs,
     refuse,
     shown,
     strict_names,
@@ -55,7 +56,6 @@ _FINISH = {
     StopReason.TOOL_CALLS: "tool_calls",
     StopReason.ABORT: "length",
 }
-_MAX_TOP_LOGPROBS = 20
 
 
 class OpenAIChat:
@@ -85,7 +85,7 @@ class OpenAIChat:
             seed=read_seed(body),
             **read_sampling(body),
             logprobs=bool(body.get("logprobs")),
-            top_logprobs=_top_logprobs(body),
+            top_logprobs=read_top_logprobs(body),
             **_json_schema(body.get("response_format")),
             strict_tools=strict_names(
                 tool.get("function") for _, tool in read_items(body, "tools")
@@ -260,15 +260,6 @@ def _tool_choice(choice: Any) -> str:
     if choice not in ("auto", "none", "required"):
         refuse("tool_choice", f"is {shown(choice)}; must be auto, none, required or a function")
     return str(choice)
-
-
-def _top_logprobs(body: Mapping[str, Any]) -> int:
-    if not body.get("top_logprobs"):
-        return 0
-    count = read_count(body, "top_logprobs") or 0
-    if count > _MAX_TOP_LOGPROBS:
-        refuse("top_logprobs", f"is {count}; must be <= {_MAX_TOP_LOGPROBS}")
-    return count
 
 
 def _json_schema(wanted: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Every call stands for itself in the record: a prompt that repeats an earlier reply is encoded anew.
 """
 
+import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from areal_ray.gateway.fields import (
     read_seed,
     read_stop,
     read_text,
+    read_top_logprobs,
     refuse,
     shown,
 )
@@ -59,9 +61,9 @@ class OpenAICompletions:
         for name in ("echo", "suffix"):
             if body.get(name):
                 refuse(name, f"is {shown(body[name])}; is not served here. Leave it out")
-        logprobs = body.get("logprobs")
-        if logprobs is not None and type(logprobs) not in (bool, int):
-            refuse("logprobs", f"is {shown(logprobs)}; must be a whole number")
+        wanted = body.get("logprobs")
+        if type(wanted) is bool:  # as some clients have it, who know the other API
+            wanted = 1 if wanted else None
         options = body.get("stream_options")
         return Call(
             model=read_text(body, "model") or "policy",
@@ -71,8 +73,8 @@ class OpenAICompletions:
             n=read_count(body, "n") or 1,
             seed=read_seed(body),
             **read_sampling(body),
-            logprobs=logprobs is not None and logprobs is not False,
-            top_logprobs=int(bool(logprobs)),
+            logprobs=wanted is not None,
+            top_logprobs=read_top_logprobs({"logprobs": wanted}, "logprobs"),
             stream=read_flag(body, "stream", default=False),
             include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
             hints=hints,
@@ -82,7 +84,7 @@ class OpenAICompletions:
         """See `Dialect.write`."""
         choices = []
         for index, choice in enumerate(reply.choices):
-            told = _logprobs(choice.logprobs, 0, call) if call.logprobs else None
+            told = _logprobs(choice.logprobs, _Offsets(), call) if call.logprobs else None
             choices.append(_choice(index, choice.text, told, choice))
         return {**_head(reply), "choices": choices, "usage": chat_usage(reply)}
 
@@ -101,8 +103,8 @@ class CompletionWriter:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._head: dict[str, Any] = {}
-        self._offsets = [0] * call.n
-        """Characters of the tokens whose log-probs were told, by choice."""
+        self._offsets = [_Offsets() for _ in range(call.n)]
+        """By choice."""
 
     def begin(self, opening: CallOpening) -> bytes:
         """See `StreamWriter.begin`."""
@@ -118,7 +120,6 @@ class CompletionWriter:
         told = None
         if event.logprobs:
             told = _logprobs(event.logprobs, self._offsets[event.choice], self._call)
-            self._offsets[event.choice] += sum(len(token.text) for token in event.logprobs)
         return self._chunk([_choice(event.choice, event.text, told)])
 
     def end(self, reply: CallReply) -> bytes:
@@ -153,17 +154,41 @@ def _choice(index: int, text: str, logprobs: Any, whole: Choice | None = None) -
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(logprobs: Sequence[TokenLogprob], offset: int, call: Call) -> dict[str, Any]:
-    """By columns; offsets count the reply's characters."""
-    told = [shown_logprob(token) for token in logprobs]
-    offsets = []
-    for token in logprobs:
-        offsets.append(offset)
-        offset += len(token.text)
-    top = [{token.text: logprob} for token, logprob in zip(logprobs, told, strict=True)]
+class _Offsets:
+    """At which character of a reply each of its tokens begins; with half a character, in it."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def next(self, token: TokenLogprob) -> int:
+        """Of the token that follows."""
+        begin = self._num_characters
+        self._num_characters += len(self._decoder.decode(token.raw))
+        return begin
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob], offsets: _Offsets, call: Call) -> dict[str, Any]:
+    """By columns."""
     return {
-        "tokens": [token.text for token in logprobs],
-        "token_logprobs": told,
-        "top_logprobs": top if call.top_logprobs else None,
-        "text_offset": offsets,
+        "tokens": [_name(token) for token in logprobs],
+        "token_logprobs": [shown_logprob(token) for token in logprobs],
+        "top_logprobs": [_top(token) for token in logprobs] if call.top_logprobs else None,
+        "text_offset": [offsets.next(token) for token in logprobs],
     }
+
+
+def _top(token: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens, the likeliest first, and the sampled one where it is none of them."""
+    told: dict[str, float] = {}
+    for one in token.top:
+        told.setdefault(_name(one), shown_logprob(one))
+    return {**told, _name(token): shown_logprob(token)}
+
+
+def _name(token: TokenLogprob) -> str:
+    """Its text; its bytes, as the API has it, where those are no whole characters."""
+    try:
+        return token.raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)

@@ -31,6 +31,7 @@ from areal_ray.gateway.fields import (
     read_seed,
     read_stop,
     read_text,
+    read_top_logprobs,
     refuse,
     strict_names,
 )
@@ -94,7 +95,7 @@ class OpenAIResponses:
             seed=read_seed(body),
             **read_sampling(body),
             logprobs=wants,
-            top_logprobs=(read_count(body, "top_logprobs") or 0) if body.get("top_logprobs") else 0,
+            top_logprobs=read_top_logprobs(body),
             **_json_schema(body.get("text")),
             strict_tools=strict_names(tool for _, tool in read_items(body, "tools")),
             stream=read_flag(body, "stream", default=False),

@@ -32,16 +32,19 @@ def shown_logprob(token: TokenLogprob) -> float:
 
 
 def shown_logprobs(logprobs: Sequence[TokenLogprob], *, top: int) -> list[dict[str, Any]]:
-    """Tokens with their log-probs; the sampled ones' alone, since engines keep no others."""
-    content = []
-    for token in logprobs:
-        one = {
-            "token": token.text,
-            "logprob": shown_logprob(token),
-            "bytes": list(token.text.encode()),
+    """Sampled tokens with their log-probs, and with `top` others likeliest tokens in their place; a
+    sampled one stands for these where its engine tells none."""
+    return [
+        {
+            **_shown_token(token),
+            "top_logprobs": [_shown_token(one) for one in token.top or (token,)] if top else [],
         }
-        content.append({**one, "top_logprobs": [one] if top else []})
-    return content
+        for token in logprobs
+    ]
+
+
+def _shown_token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": shown_logprob(token), "bytes": list(token.raw)}
 
 
 def chat_usage(reply: CallReply) -> dict[str, Any]:

@@ -16,6 +16,7 @@ FLAG: Schema = {"type": "boolean"}
 WHOLE: Schema = {"type": "integer"}
 COUNT: Schema = {"type": "integer", "minimum": 1}
 NUMBER: Schema = {"type": "number"}
+TOP_LOGPROBS: Schema = {**WHOLE, "minimum": 0, "maximum": 20}
 SECURITY: Sequence[Mapping[str, Sequence[str]]] = ({"bearer": []}, {"x-api-key": []})
 
 _OBJECT: Schema = {"type": "object"}
@@ -76,7 +77,7 @@ _BODIES: Mapping[str, Mapping[str, Any]] = {
             "n": {**COUNT, "maximum": 16},
             "seed": WHOLE,
             "stop": _STOP,
-            "top_logprobs": {**WHOLE, "minimum": 0, "maximum": 20},
+            "top_logprobs": TOP_LOGPROBS,
             **dict.fromkeys(("logprobs", "parallel_tool_calls"), FLAG),
             "stream_options": {"type": "object", "properties": {"include_usage": FLAG}},
             "user": TEXT,
@@ -100,6 +101,8 @@ _BODIES: Mapping[str, Mapping[str, Any]] = {
                 ["type", "name"], type=_one_of("function"), name=TEXT, parameters=_OBJECT
             ),
             "max_output_tokens": COUNT,
+            "top_logprobs": TOP_LOGPROBS,
+            "include": {"type": "array", "items": TEXT},
             **dict.fromkeys(("parallel_tool_calls", "store"), FLAG),
             **dict.fromkeys(("instructions", "previous_response_id"), TEXT),
             **dict.fromkeys(("text", "metadata"), _OBJECT),
@@ -125,6 +128,7 @@ _BODIES: Mapping[str, Mapping[str, Any]] = {
             **_SHARED,
             "prompt": {**TEXT, "minLength": 1},
             "max_tokens": {**WHOLE, "minimum": 0},
+            "logprobs": TOP_LOGPROBS,
             "seed": WHOLE,
             "stop": _STOP,
         },

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from areal_ray.core.reasons import count_reason
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.session_journal import (
@@ -206,7 +207,7 @@ class SessionBook:
         self._uncount(session)
         group.sessions.remove(session)
         if state is SessionState.REJECTED:
-            self.rejected[reason] += 1
+            count_reason(self.rejected, reason)
             group.failure = group.failure or reason
         else:
             self.num_trained += 1
@@ -214,7 +215,7 @@ class SessionBook:
         if not group.sessions:
             del self.groups[group.key]
             if not group.has_trained:
-                self.failed_groups[group.failure] += 1
+                count_reason(self.failed_groups, group.failure)
         past = _past_of(session, state, reason)
         _remember(self.past, start.session_id, past)
         if self._session_of_key.get(start.key_hash) == start.session_id:

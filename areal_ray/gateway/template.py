@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from areal_ray.core.context_window import LARGEST_TOKENS, allowed_tokens
 from areal_ray.errors import DataError
 from areal_ray.gateway.messages import RAW, conversation
+from areal_ray.gateway.token_bytes import TokenBytes
 
 _KEPT_TEXTS = 512
 _KEPT_CHARACTERS = 8192
@@ -72,6 +73,8 @@ class ChatTemplate:
         self._names = dict(tokenizer.special_tokens_map)
         self._decode_kept = functools.lru_cache(maxsize=_KEPT_TEXTS)(self._decode)
         self._rendered: OrderedDict[Any, str] = OrderedDict()
+        self.token_bytes = TokenBytes(tokenizer)
+        """Bytes that one id stands for, special tokens included."""
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "ChatTemplate":

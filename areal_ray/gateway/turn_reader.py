@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.core.turn import PromptedTurn, SampledTurn, TurnChunk
+from areal_ray.core.turn import PromptedTurn, SampledTurn, TopTokens, TurnChunk
 from areal_ray.gateway.call import (
     Call,
     CallEvent,
@@ -118,13 +118,31 @@ def max_calls(call: Call) -> int | None:
 def token_logprobs(
     template: ChatTemplate, sampled: TurnChunk | SampledTurn, start: int = 0
 ) -> list[TokenLogprob]:
-    """Text and log-prob of each token from `start` on, but for the one that ends the turn."""
+    """Each token from `start` on, but for the one that ends the turn."""
     ids, logprobs = sampled.token_ids[start:].tolist(), sampled.logprobs[start:].tolist()
+    tops: Sequence[tuple[TokenLogprob, ...]] = [()] * len(ids)
+    if sampled.top is not None:
+        tops = _told_tops(template, sampled.top.part(start))
     return [
-        TokenLogprob(template.token_text(token), logprob)
-        for token, logprob in zip(ids, logprobs, strict=True)
+        _told(template, token, logprob, top)
+        for token, logprob, top in zip(ids, logprobs, tops, strict=True)
         if token not in template.end_ids
     ]
+
+
+def _told_tops(template: ChatTemplate, top: TopTokens) -> list[tuple[TokenLogprob, ...]]:
+    """What was likeliest at each place."""
+    return [
+        tuple(_told(template, token, logprob) for token, logprob in zip(*place, strict=True))
+        for place in zip(top.token_ids.tolist(), top.logprobs.tolist(), strict=True)
+    ]
+
+
+def _told(
+    template: ChatTemplate, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
+) -> TokenLogprob:
+    raw = template.token_bytes(token)
+    return TokenLogprob(raw.decode(errors="replace"), logprob, raw, top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +153,7 @@ class _SampledSoFar:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     stop_reason: StopReason = StopReason.ABORT
+    top: TopTokens | None = None
 
 
 def sampled_so_far(chunks: Sequence[TurnChunk]) -> SampledTurn | None:

@@ -127,7 +127,7 @@ class UpstreamAnswer:
         self._call = call
         self._record = record
         self._texts, self._name = texts, texts.upstream
-        self._gathered = [Gathered(index) for index in range(call.n)]
+        self._gathered = [Gathered(index, wants_logprobs=call.logprobs) for index in range(call.n)]
         self._usage: Mapping[str, Any] = {}
         self._is_over = False
         self.opening = CallOpening(secrets.token_hex(16), int(time.time()), call.model, 0)

@@ -1,9 +1,10 @@
 """Chat Completions from the client's side: a call as a request body, and streamed chunks read."""
 
 import json
+import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_ray.core.trajectory import StopReason
@@ -14,6 +15,7 @@ from areal_ray.gateway.call import (
     Choice,
     ReasoningDelta,
     TextDelta,
+    TokenLogprob,
     ToolCallDelta,
 )
 from areal_ray.gateway.json_text import read_json
@@ -43,6 +45,10 @@ def chat_body(call: Call, model: str) -> dict[str, Any]:
         body |= {"tools": tools, "tool_choice": named if is_named else call.tool_choice}
         if not call.parallel_tool_calls:
             body["parallel_tool_calls"] = False
+    if call.logprobs:
+        body |= {"logprobs": True} | (
+            {"top_logprobs": call.top_logprobs} if call.top_logprobs else {}
+        )
     if call.json_schema is not None:
         schema = {"name": "reply", "schema": call.json_schema}
         body["response_format"] = (
@@ -91,6 +97,10 @@ class Gathered:
     calls: list[_GatheredCall] = field(default_factory=list)
     stop_reason: StopReason = StopReason.ABORT
     """Until the provider says why it ended."""
+    wants_logprobs: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_told_logprobs: int = 0
+    """Those that events have told of."""
 
     def feed(self, choice: Mapping[str, Any]) -> list[CallEvent]:
         """What one chunk adds.
@@ -101,6 +111,8 @@ class Gathered:
         delta = choice.get("delta") or {}
         if not isinstance(delta, Mapping):
             raise ValueError("its delta is no object")
+        if self.wants_logprobs:
+            self.logprobs += _told_logprobs(choice.get("logprobs"))
         events: list[CallEvent] = []
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         if isinstance(reasoning, str) and reasoning:
@@ -109,7 +121,7 @@ class Gathered:
         text = delta.get("content")
         if isinstance(text, str) and text:
             self.text.append(text)
-            events.append(TextDelta(self.index, text))
+            events.append(TextDelta(self.index, text, self._taken_logprobs()))
         calls = delta.get("tool_calls") or ()
         if not isinstance(calls, Sequence):
             raise ValueError("its tool_calls are no list")
@@ -117,7 +129,14 @@ class Gathered:
             events += self._feed_call(call)
         if isinstance(reason := choice.get("finish_reason"), str):
             self.stop_reason = _STOPS.get(reason, StopReason.STOP)
+            if left := self._taken_logprobs():
+                events.append(TextDelta(self.index, "", left))
         return events
+
+    def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        new = tuple(self.logprobs[self.num_told_logprobs :])
+        self.num_told_logprobs = len(self.logprobs)
+        return new
 
     def _feed_call(self, told: Any) -> list[CallEvent]:
         function = told.get("function") if isinstance(told, Mapping) else None
@@ -145,6 +164,7 @@ class Gathered:
             reasoning="".join(self.reasoning),
             tool_calls=tuple(call.shown() for call in self.calls),
             stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs),
             num_tokens=num_tokens,
             num_reasoning_tokens=num_reasoning_tokens,
         )
@@ -157,6 +177,41 @@ class Gathered:
         if self.reasoning:
             message["reasoning"] = "".join(self.reasoning)
         return message if any((self.text, self.calls, self.reasoning)) else {}
+
+
+def _told_logprobs(told: Any) -> list[TokenLogprob]:
+    """The tokens of a chunk, as the API tells their log-probs.
+
+    Raises:
+        ValueError: They are not of its form.
+    """
+    content = told.get("content") if isinstance(told, Mapping) else None
+    found = []
+    for token in _listed(content):
+        plain = _told_token(token)
+        top = tuple(_told_token(one) for one in _listed(token.get("top_logprobs")))
+        found.append(replace(plain, top=top))
+    return found
+
+
+def _told_token(told: Any) -> TokenLogprob:
+    known = told if isinstance(told, Mapping) else {}
+    text, raw = known.get("token"), known.get("bytes")
+    logprob: Any = known.get("logprob")
+    is_number = isinstance(logprob, int | float) and not isinstance(logprob, bool)
+    if not isinstance(text, str) or not is_number or not logprob < math.inf:  # nor NaN
+        raise ValueError("a token in it has no text or no log-prob")
+    if raw is None:  # the provider knows none
+        return TokenLogprob(text, float(logprob), text.encode())
+    if not all(type(byte) is int and 0 <= byte < 256 for byte in _listed(raw)):
+        raise ValueError("the bytes of a token in it are none")
+    return TokenLogprob(text, float(logprob), bytes(raw))
+
+
+def _listed(told: Any) -> list[Any]:
+    if told is not None and not isinstance(told, list):
+        raise ValueError("its log-probs are no list")
+    return told or []
 
 
 def _recorded_call(call: CalledTool) -> dict[str, Any]:

@@ -34,6 +34,20 @@ _LOCAL_ENV = {
 }
 
 
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_RECONNECT_S = 60.0
+"""After so long without its head Ray ends a process."""
+
+
+def head_patience_s() -> float:
+    """How long a run bears with a head that does not answer: half of what Ray does, since a run
+    takes its time to end in order."""
+    try:
+        return float(os.environ.get(_RECONNECT, _RECONNECT_S)) / 2
+    except ValueError:  # Ray itself says so
+        return _RECONNECT_S / 2
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """A driver's hold on a cluster."""

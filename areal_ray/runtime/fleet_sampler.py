@@ -49,6 +49,7 @@ class FleetSampler:
             seed=request.seed,
             prefix_key=request.prefix_key,
             grammar=request.grammar,
+            top_logprobs=request.top_logprobs,
         )
 
 

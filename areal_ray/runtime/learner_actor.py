@@ -198,13 +198,13 @@ class LearnerActor:
             # The node that held the bytes is gone; a committed group is in the journal too.
             return read_group_bytes(Path(self._setup.journal), place)
 
-    async def sft_step(self, phase: int, step: int) -> StepStats:
-        """One supervised step on this rank's slice of the batch."""
-        return await self._on(self._work, self._sft_step, phase, step)
+    async def sft_step(self, phase: int, first: int) -> StepStats:
+        """One supervised step on this rank's slice of the batch that begins at a row."""
+        return await self._on(self._work, self._sft_step, phase, first)
 
-    def _sft_step(self, phase: int, step: int) -> StepStats:
+    def _sft_step(self, phase: int, first: int) -> StepStats:
         assert self._sft is not None, "only a run of kind sft has phases"
-        return _with_memory(self._ready().sft_step(self._sft.batch(phase, step)))
+        return _with_memory(self._ready().sft_step(self._sft.batch(phase, first)))
 
     async def sft_evaluate(self, phase: int) -> SftEvaluation:
         """Teacher-forced scores on the held-out examples of a phase."""
@@ -214,10 +214,10 @@ class LearnerActor:
         assert self._sft is not None, "only a run of kind sft has phases"
         return self._ready().evaluate_sft(self._sft.held_out(phase))
 
-    async def pair_step(self, step: int) -> StepStats:
-        """One step on this rank's slice of the pairs that `step` (from 0) takes."""
+    async def pair_step(self, first: int) -> StepStats:
+        """One step on this rank's slice of the batch that begins at a pair."""
         return await self._on(
-            self._work, lambda: self._ready().pair_step(self._compares().batch(step))
+            self._work, lambda: self._ready().pair_step(self._compares().batch(first))
         )
 
     async def pair_evaluate(self) -> PairEvaluation:

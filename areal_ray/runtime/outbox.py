@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_ray.core.turn import joined_tops
 from areal_ray.engines.protocols import GenerationChunk, GenerationResult
 from areal_ray.runtime.turn_wire import ChunkBatch, Collected, ResultBatch
 
@@ -29,6 +30,7 @@ def joined(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
         np.concatenate([chunk.token_ids for chunk in chunks]),
         np.concatenate([chunk.logprobs for chunk in chunks]),
         np.concatenate([chunk.versions for chunk in chunks]),
+        joined_tops([chunk.top for chunk in chunks]),
     )
 
 

@@ -11,7 +11,7 @@ from areal_ray.engines.sft import SftExample
 from areal_ray.errors import DataError
 from areal_ray.gateway.messages import conversation as read_conversation
 from areal_ray.gateway.template import ChatTemplate
-from areal_ray.runtime.row_source import RowSource
+from areal_ray.runtime.row_source import RowSource, TokenLimit
 from areal_ray.runtime.sft_source import Conversation, naming, said_ids
 
 _PARTS = 3
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class PairSource:
-    """Batches by step, the same whenever they are asked for."""
+    """Batches by their first pair, the same whenever they are asked for."""
 
     def __init__(self, config: PreferenceConfig, model_path: str, **share: Any) -> None:
         """Load the tokenizer.
@@ -31,14 +31,15 @@ class PairSource:
         """
         self._config = config
         self._template = ChatTemplate.from_folder(model_path)
+        self._limit = TokenLimit.of("preference.max_tokens", config.max_tokens, model_path)
         self._rows = RowSource(self._usable, **share)
 
-    def batch(self, step: int) -> list[PreferencePair]:
-        """This rank's slice of the batch that `step` (from 0) takes."""
+    def batch(self, first: int) -> list[PreferencePair]:
+        """This rank's slice of the batch that begins at pair `first` of all epochs."""
         config = self._config
         size = config.batch_size
         return self._rows.batch(
-            "preference", config.source, config.args, step=step, size=size, order="pairs"
+            "preference", config.source, config.args, first=first, size=size, order="pairs"
         )
 
     def held_out(self) -> list[PreferencePair]:
@@ -55,7 +56,11 @@ class PairSource:
             for number, row in enumerate(rows)
         ]
         limit = self._config.max_tokens
-        kept = [p for p in pairs if _differ(p) and (limit is None or _longest(p) <= limit)]
+        kept = [
+            pair
+            for number, pair in enumerate(pairs)
+            if _differ(pair) and self._limit.keeps(_longest(pair), f"{where} row {number}")
+        ]
         if not kept:
             raise DataError(
                 f"{where}: gave {len(pairs)} pairs, none of them with two different answers of at "

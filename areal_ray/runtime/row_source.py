@@ -5,13 +5,53 @@ order from the same seed and keeps its own slice.
 """
 
 import functools
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
 
 from areal_ray.core.imports import resolve
+from areal_ray.errors import DataError
 
 RowT = TypeVar("RowT")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """How long a row may be."""
+
+    key: str
+    """Of the recipe, that says so."""
+    most: int | None
+    """Longer ones are left out; None = none."""
+    positions: int
+    """That the model was trained on; 0 = its config does not say."""
+
+    @classmethod
+    def of(cls, key: str, most: int | None, model_path: str) -> Self:
+        """That of a section."""
+        try:
+            said = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+            return cls(key, most, int(said["max_position_embeddings"]))
+        except (OSError, ValueError, TypeError, LookupError):
+            return cls(key, most, 0)
+
+    def keeps(self, num_tokens: int, where: str) -> bool:
+        """Whether a row of this length is trained on.
+
+        Raises:
+            DataError: It is longer than the model allows; `where` names it.
+        """
+        if self.most is not None and num_tokens > self.most:
+            return False
+        if 0 < self.positions < num_tokens:
+            raise DataError(
+                f"{where}: has {num_tokens} tokens; must have at most {self.positions}, as "
+                f"model.path allows. Set {self.key} to leave longer ones out"
+            )
+        return True
 
 
 class RowSource(Generic[RowT]):
@@ -43,11 +83,11 @@ class RowSource(Generic[RowT]):
         self._loaded: dict[str, list[RowT]] = {}
 
     def batch(
-        self, where: str, source: str, args: Mapping[str, Any], *, step: int, size: int, order: str
+        self, where: str, source: str, args: Mapping[str, Any], *, first: int, size: int, order: str
     ) -> list[RowT]:
-        """This rank's slice of the `size` rows that `step` (from 0) takes of shuffled epochs."""
+        """This rank's slice of the `size` rows from `first` on, of shuffled epochs."""
         rows = self._rows(where, source, args)
-        picked = _picked(len(rows), step, size, f"{self._seed}/{order}")
+        picked = _picked(len(rows), first, size, f"{self._seed}/{order}")
         return [rows[i] for i in picked[self._rank :: self._num_ranks]]
 
     def first(self, where: str, source: str, args: Mapping[str, Any], count: int) -> list[RowT]:
@@ -61,11 +101,11 @@ class RowSource(Generic[RowT]):
         return self._loaded[where]
 
 
-def _picked(count: int, step: int, size: int, seed: str) -> list[int]:
-    """Indices of one batch out of an endless sequence of shuffled epochs."""
+def _picked(count: int, first: int, size: int, seed: str) -> list[int]:
+    """Indices of `size` rows from `first` on, out of an endless sequence of shuffled epochs."""
     picked: list[int] = []
     while len(picked) < size:
-        epoch, start = divmod(step * size + len(picked), count)
+        epoch, start = divmod(first + len(picked), count)
         order = _order(count, f"{seed}/{epoch}")
         picked += order[start : start + size - len(picked)]
     return picked

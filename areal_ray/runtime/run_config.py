@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from areal_ray.agents.task_stream import TasksConfig
-from areal_ray.core.config import Config
+from areal_ray.core.config import Config, UserPath
 from areal_ray.engines.lora_config import LoraConfig
 from areal_ray.engines.protocols import SamplingConfig
 
@@ -21,7 +21,7 @@ def is_hub_name(path: str) -> bool:
 class ModelConfig(Config):
     """The model that is sampled from and trained."""
 
-    path: str = Field(min_length=1)
+    path: UserPath = Field(min_length=1)
     """Folder with a Hugging Face checkpoint, or a hub name such as Qwen/Qwen2.5-1.5B-Instruct.
     `{seed}` stands for the recipe's seed, `{fileroot}` for cluster.fileroot."""
     create: str | None = None
@@ -101,7 +101,7 @@ class ClusterConfig(Config):
     """Nodes the run waits for before it starts."""
     n_gpus_per_node: int = Field(0, ge=0)
     """GPUs that each of these nodes has for the run."""
-    fileroot: str = "runs"
+    fileroot: UserPath = "runs"
     """Folder of the run folders; on several nodes it must be shared between them."""
     address: str | None = None
     """Of a running Ray cluster ("auto" finds the one on this machine). null = RAY_ADDRESS if that

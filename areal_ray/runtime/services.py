@@ -225,17 +225,17 @@ class LearnerService:
         stats: list[StepStats] = await _all_or_first_error(calls)
         return stats[0]
 
-    async def sft_step(self, phase: int, step: int) -> StepStats:
-        """One supervised step; each rank draws its own slice of the batch."""
-        return (await self._all("sft_step", phase, step))[0]
+    async def sft_step(self, phase: int, first: int) -> StepStats:
+        """One supervised step on the rows of a phase from `first` on; each rank draws its own."""
+        return (await self._all("sft_step", phase, first))[0]
 
     async def sft_evaluate(self, phase: int) -> SftEvaluation:
         """Teacher-forced scores on the held-out examples of a phase."""
         return (await self._all("sft_evaluate", phase))[0]
 
-    async def pair_step(self, step: int) -> StepStats:
-        """One step on pairs; each rank draws its own slice of the batch."""
-        return (await self._all("pair_step", step))[0]
+    async def pair_step(self, first: int) -> StepStats:
+        """One step on the pairs from `first` on; each rank draws its own slice of the batch."""
+        return (await self._all("pair_step", first))[0]
 
     async def pair_evaluate(self) -> PairEvaluation:
         """How well held-out pairs are told apart."""

@@ -10,7 +10,7 @@ run_group waits for: clients that end their sessions; unblocked by them and by t
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,10 @@ from areal_ray.runtime.gateway_notes import Note
 from areal_ray.runtime.services import Tracker
 
 _RETRY_S = 0.5
+_ENDS = ("trained", "rejected")
+"""Notes after which a session is not offered again."""
+MOST_OVER = 4096
+"""Sessions that ended and are still known, should an offer have been on its way."""
 
 
 @dataclass(slots=True)
@@ -59,7 +63,10 @@ class SessionService:
         """Steps that no checkpoint holds yet."""
         self._known: set[str] = set()
         """Sessions that are in flight or have ended here: what else is delivered is new."""
+        self._over: deque[str] = deque()
+        """Those whose gateway has heard, and written down, how they ended; the oldest first."""
         self._failures: Counter[str] = Counter()
+        """Of groups of sessions that were handed back."""
         self._outboxes = {name: _Outbox() for name in fleet.names()}
         self.urls: dict[str, str] = {}
         """Of each gateway, by name."""
@@ -197,6 +204,15 @@ class SessionService:
                 await asyncio.sleep(_RETRY_S)
             else:
                 del outbox.notes[: len(notes)]
+                self._forget_ended(notes)
+
+    def _forget_ended(self, heard: Sequence[Note]) -> None:
+        for note in heard:
+            if note.verb in _ENDS:
+                self._over.extend(note.sessions)
+                self._failures.pop(note.session_group, None)
+        while len(self._over) > MOST_OVER:
+            self._known.discard(self._over.popleft())
 
 
 def ends_of(

@@ -1,6 +1,7 @@
 """SftSource: the tokenized conversations of each phase, and which of them a step takes."""
 
 import functools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +12,14 @@ from areal_ray.engines.sft import SftConfig, SftExample
 from areal_ray.errors import DataError
 from areal_ray.gateway.messages import conversation as read_conversation
 from areal_ray.gateway.template import ChatTemplate
-from areal_ray.runtime.row_source import RowSource
+from areal_ray.runtime.row_source import RowSource, TokenLimit
 
+_log = logging.getLogger(__name__)
 Conversation = Sequence[Mapping[str, Any]]
 
 
 class SftSource:
-    """Batches by (phase, step), the same whenever they are asked for."""
+    """Batches by phase and first row, the same whenever they are asked for."""
 
     def __init__(self, config: SftConfig, model_path: str, **share: Any) -> None:
         """Load the tokenizer.
@@ -29,14 +31,20 @@ class SftSource:
         """
         self._phases = config.phases
         template = ChatTemplate.from_folder(model_path)
-        self._rows = RowSource(functools.partial(_examples, template), **share)
+        limits = [
+            TokenLimit.of(f"sft.phases.{i}.max_tokens", phase.max_tokens, model_path)
+            for i, phase in enumerate(config.phases)
+        ]
+        self._rows = [
+            RowSource(functools.partial(_examples, template, lim), **share) for lim in limits
+        ]
 
-    def batch(self, phase: int, step: int) -> list[SftExample]:
-        """This rank's slice of the batch that `step` (from 0) of `phase` takes."""
+    def batch(self, phase: int, first: int) -> list[SftExample]:
+        """This rank's slice of the batch of `phase` that begins at row `first` of its epochs."""
         config, where = self._phases[phase], f"sft.phases.{phase}"
         size = config.batch_size
-        return self._rows.batch(
-            where, config.source, config.args, step=step, size=size, order=str(phase)
+        return self._rows[phase].batch(
+            where, config.source, config.args, first=first, size=size, order=str(phase)
         )
 
     def held_out(self, phase: int) -> list[SftExample]:
@@ -45,14 +53,30 @@ class SftSource:
         assert config.until is not None, "a phase without `until` is not looked at"
         until = config.until
         source = until.source or config.source
-        return self._rows.first(f"sft.phases.{phase}.until", source, until.args, until.num_examples)
+        return self._rows[phase].first(
+            f"sft.phases.{phase}.until", source, until.args, until.num_examples
+        )
 
 
-def _examples(template: ChatTemplate, rows: Iterable[Any], where: str) -> list[SftExample]:
-    found = [tokenize(template, said, f"{where} row {row}") for row, said in enumerate(rows)]
-    if not found:
-        raise DataError(f"{where} gave no conversations; at least one is needed")
-    return found
+def _examples(
+    template: ChatTemplate, limit: TokenLimit, rows: Iterable[Any], where: str
+) -> list[SftExample]:
+    """Conversations that are short enough."""
+    kept: list[SftExample] = []
+    count = 0
+    for count, said in enumerate(rows, start=1):
+        place = f"{where} row {count - 1}"
+        example = tokenize(template, said, place)
+        if limit.keeps(len(example.token_ids), place):
+            kept.append(example)
+    if not kept:
+        raise DataError(
+            f"{where}: gave {count} conversations, none of at most {limit.key} = {limit.most} "
+            "tokens; at least one is needed"
+        )
+    if len(kept) < count:
+        _log.warning("%s: %d of %d left out: too long", where, count - len(kept), count)
+    return kept
 
 
 def tokenize(template: ChatTemplate, conversation: Conversation, where: str) -> SftExample:

@@ -43,7 +43,10 @@ class StreamedTurn:
         had = self._num_come - self._num_before
         if had < len(result.token_ids):
             ids, logprobs, versions = result.token_ids, result.logprobs, result.versions
-            rest = GenerationChunk(result.request_id, ids[had:], logprobs[had:], versions[had:])
+            top = None if result.top is None else result.top.part(had)
+            rest = GenerationChunk(
+                result.request_id, ids[had:], logprobs[had:], versions[had:], top
+            )
             self.add(rest)
         if not self._num_before:
             return result
@@ -52,7 +55,12 @@ class StreamedTurn:
     def _whole(self, reason: StopReason) -> GenerationResult:
         whole = joined(self._come)
         return GenerationResult(
-            whole.request_id, whole.token_ids, whole.logprobs, whole.versions, reason
+            whole.request_id,
+            whole.token_ids,
+            whole.logprobs,
+            whole.versions,
+            reason,
+            top=whole.top,
         )
 
     def why_not_continued(self) -> str:

@@ -1,4 +1,4 @@
-"""Supervisor: looks at every actor about once a second; notices deaths and returns.
+"""Supervisor: looks at every actor and Ray's head about once a second; tells deaths and returns.
 
 Ray itself restarts rollout, agent and reward actors; a restarted one has a new incarnation, which
 is how it is noticed here. A learner or the ParamSyncActor is not restarted: losing one ends the
@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_ray.errors import ActorGone, ActorLost, ArealRayError
+from areal_ray.runtime.cluster import head_patience_s
 from areal_ray.runtime.fleet import Fleet, call
 from areal_ray.runtime.gateway_health import GatewayHealth
+from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.runtime.last_words import taken
 from areal_ray.runtime.rollout_actor import RolloutHealth
 
@@ -64,7 +66,7 @@ class Look:
     """Of these, those of actors that were restarted: name -> line."""
     reading: FleetReading | None
     gone: str = ""
-    """Who died for good and why: the run cannot go on."""
+    """Who died for good and why, or that Ray's head did: the run cannot go on."""
     services: Mapping[str, str] = field(default_factory=dict)
     """How each actor does, by name; those that do not answer say so."""
     num_calls: int = 0
@@ -83,9 +85,10 @@ class _Missed:
 
 
 class Supervisor:
-    """Watches the fleets that Ray restarts."""
+    """Watches the fleets that Ray restarts, and Ray's head."""
 
     def __init__(self, rollouts: Fleet, others: Sequence[Fleet]) -> None:
+        self._head = HeadWatch(head_patience_s())
         self._rollouts = rollouts
         self._others = list(others)
         self._incarnations: dict[str, str] = {}
@@ -94,19 +97,19 @@ class Supervisor:
     async def look(self) -> Look:
         """Ask every actor how it is."""
         asked = (self._ask(name, handle) for name, handle in self._handles().items())
-        answers = await asyncio.gather(*asked)
+        news, *answers = await asyncio.gather(self._head.look(), *asked)
         services = {name: _told(answer) for name, answer in answers}
-        events: list[str] = []
+        events: list[str] = [news.event] if news.event else []
         returns: dict[str, str] = {}
         engines: list[RolloutHealth] = []
         num_calls = num_open = 0
-        gone = ""
+        gone = news.gone
         kept = self._handles()
         for name, answer in answers:
             if name not in kept:
                 continue  # it was let go meanwhile
             if isinstance(answer, ActorGone):
-                gone = str(answer)
+                gone = gone or str(answer)
                 continue
             if isinstance(answer, _Missed):
                 if name not in self._silent or answer.words:

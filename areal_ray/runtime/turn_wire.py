@@ -41,6 +41,7 @@ class RequestBatch(list[GenerationRequest]):
             [request.prefix_key for request in self],
             [request.is_streamed for request in self],
             [request.grammar for request in self],
+            [request.top_logprobs for request in self],
         )
 
 
@@ -58,6 +59,7 @@ class ResultBatch(list[GenerationResult]):
             [str(result.stop_reason) for result in self],
             [result.error for result in self],
             [result.is_refused for result in self],
+            [result.top for result in self],
         )
 
 
@@ -72,6 +74,7 @@ class ChunkBatch(list[GenerationChunk]):
             lengths,
             _joined([chunk.logprobs for chunk in self], np.float32)[0],
             _joined([chunk.versions for chunk in self], np.int32)[0],
+            [chunk.top for chunk in self],
         )
 
 
@@ -106,7 +109,7 @@ def _results(
     logprobs: bytes,
     versions: bytes,
     reasons: Column,
-    *errors: Column,
+    *further: Column,
 ) -> list[GenerationResult]:
     return ResultBatch(
         map(
@@ -116,18 +119,19 @@ def _results(
             _cut(logprobs, np.float32, lengths),
             _cut(versions, np.int32, lengths),
             map(StopReason, reasons),
-            *errors,
+            *further,
         )
     )
 
 
 def _chunks(
-    ids: Column, tokens: bytes, lengths: Column, logprobs: bytes, versions: bytes
+    ids: Column, tokens: bytes, lengths: Column, logprobs: bytes, versions: bytes, tops: Column
 ) -> list[GenerationChunk]:
     columns = (
         _cut(tokens, np.int32, lengths),
         _cut(logprobs, np.float32, lengths),
         _cut(versions, np.int32, lengths),
+        tops,
     )
     return ChunkBatch(map(GenerationChunk, ids, *columns))
 

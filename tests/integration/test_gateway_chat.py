@@ -249,6 +249,30 @@ def test_logprobs_are_those_of_the_sampled_tokens():
     run([Said("hi there")], test)
 
 
+def test_top_logprobs_are_the_likeliest_tokens_with_the_bytes_of_half_characters():
+    encoded = tiny_tokenizer().encode("\u20acx")  # the first character is three tokens
+    end, other = tiny_tokenizer().eos_token_id, 100
+    likely = [[(end, -0.5), (token, -1.25), (other, -2.0)] for token in encoded]
+
+    async def test(gateway: Gateway) -> None:
+        body = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+        content = (await whole(gateway, **body)).choices[0].logprobs.content
+        assert [token.bytes for token in content] == [[0xE2], [0x82], [0xAC], [0x78]]
+        assert [token.token for token in content] == ["\ufffd"] * 3 + ["x"]
+        for token in content:
+            first, second = token.top_logprobs
+            assert (first.token, first.logprob) == ("<|im_end|>", -0.5)
+            assert (second.token, second.bytes, second.logprob) == (token.token, token.bytes, -1.25)
+        chunks = await streamed(gateway, **body)
+        parts = [c.logprobs.content for x in chunks for c in x.choices if c.logprobs]
+        assert [token for part in parts for token in part] == content
+        without = await whole(gateway, messages=HELLO, logprobs=True, top_logprobs=0)
+        assert all(not token.top_logprobs for token in without.choices[0].logprobs.content)
+        assert [request.top_logprobs for request in gateway.sampler.requests] == [2, 2, 0]
+
+    run([Said(ids=encoded, likely=likely)], test)
+
+
 def test_a_stop_string_ends_the_reply_before_it_and_stays_in_the_record():
     async def test(gateway: Gateway) -> None:
         stop = ["Observation:", "</code>"]

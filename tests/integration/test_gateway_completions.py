@@ -8,8 +8,11 @@ import pytest
 from tests.support.gateway import Gateway
 from tests.support.scripted_sampler import Said
 from tests.support.sdk_clients import CALL, SHOWS_ALL, THOUGHT, prompt_text, run
+from tests.support.tiny_models import tiny_tokenizer
 
 PROMPT = "2 + 3 ="
+END = 2
+"""The id that ends a turn."""
 
 
 async def whole(gateway: Gateway, **body: Any) -> Any:
@@ -60,6 +63,32 @@ def test_logprobs_come_by_columns(wanted):
     run([Said(" 5, so")], test)
 
 
+def test_the_likeliest_tokens_and_the_sampled_one_are_told_by_their_text():
+    encoded = tiny_tokenizer().encode(" \u20ac5")
+    likely = [[(token, -0.25), (ord("a") - 33 + 3, -1.5), (END, -2.5)] for token in encoded]
+    likely[0] = [(END, -0.125), (encoded[1], -0.75), (encoded[0], -3.0)]
+
+    async def test(gateway: Gateway) -> None:
+        told = (await whole(gateway, logprobs=2)).choices[0].logprobs
+        assert told.tokens[0] == " "
+        assert told.tokens[1:4] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+        assert told.text_offset == [0, 1, 1, 1, 2]
+        assert list(told.top_logprobs[0].items()) == [
+            ("<|im_end|>", -0.125), ("bytes:\\xe2", -0.75), (" ", told.token_logprobs[0])
+        ]  # fmt: skip
+        for token, logprob, top in zip(
+            told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True
+        ):
+            assert top == {token: logprob, tiny_tokenizer().decode([67]): -1.5}
+        chunks = await streamed(gateway, logprobs=2)
+        parts = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+        assert [top for part in parts for top in part.top_logprobs] == told.top_logprobs
+        assert [at for part in parts for at in part.text_offset] == told.text_offset
+        assert [request.top_logprobs for request in gateway.sampler.requests] == [2, 2]
+
+    run([Said(ids=encoded, likely=likely)], test)
+
+
 def test_choices_stop_strings_usage_and_the_limit_of_old():
     async def test(gateway: Gateway) -> None:
         reply = await whole(gateway, n=2, stop=",")
@@ -75,7 +104,7 @@ def test_choices_stop_strings_usage_and_the_limit_of_old():
     "body",
     [
         *({"prompt": 5}, {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {"prompt": ""}),
-        *({"echo": True}, {"suffix": "x"}, {"logprobs": "x"}),
+        *({"echo": True}, {"suffix": "x"}, {"logprobs": "x"}, {"logprobs": 21}, {"logprobs": -1}),
     ],
 )
 def test_what_is_not_served_is_a_400(body):

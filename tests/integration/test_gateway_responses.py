@@ -21,6 +21,7 @@ from tests.support.sdk_clients import (
     prompt_text,
     run,
 )
+from tests.support.tiny_models import tiny_tokenizer
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 TURN = Said(f"{THOUGHT}  Let me check with a tool.\n\n{CALL}")
@@ -345,6 +346,31 @@ def test_logprobs_are_those_of_the_sampled_tokens():
         assert come[-1].response.output[0].content[0].logprobs == told
 
     run([Said("hi there")], test)
+
+
+def test_top_logprobs_are_the_likeliest_tokens():
+    encoded = tiny_tokenizer().encode("hi\u20ac")
+    likely = [[(100 + place, -0.5), (token, -1.25)] for place, token in enumerate(encoded)]
+
+    async def test(gateway: Gateway) -> None:
+        body = {"input": HELLO, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        reply = await whole(gateway, **body)
+        told = reply.output[0].content[0].logprobs
+        assert bytes(byte for token in told for byte in token.bytes).decode() == "hi\u20ac"
+        for place, token in enumerate(told):
+            first, second = token.top_logprobs
+            assert (first.token, first.logprob) == (tiny_tokenizer().decode([100 + place]), -0.5)
+            assert (second.bytes, second.logprob) == (token.bytes, -1.25)
+        come = await events(gateway, **body)
+        deltas = [e.logprobs for e in come if e.type == "response.output_text.delta"]
+        tops = [[one.token for one in token.top_logprobs] for part in deltas for token in part]
+        assert tops == [[one.token for one in token.top_logprobs] for token in told]
+        assert come[-1].response.output[0].content[0].logprobs == told
+        with pytest.raises(openai.BadRequestError) as refused:
+            await whole(gateway, **{**body, "top_logprobs": 21})
+        assert refused.value.param == "top_logprobs"
+
+    run([Said(ids=encoded, likely=likely)], test)
 
 
 def test_input_tokens_are_counted_as_the_model_sees_them():

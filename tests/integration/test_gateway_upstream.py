@@ -10,11 +10,13 @@ import anthropic
 import openai
 import pytest
 
+from areal_ray.gateway.upstream_chat import Gathered
 from areal_ray.gateway.upstream_config import UpstreamConfig
 from tests.support.gateway import TOOL, Gateway, serving
 from tests.support.providers import answering, refusal, stream_of
 from tests.support.scripted_sampler import Said
 from tests.support.sessions import ADMIN_KEY, HELLO, Replica, serve_replica, serving_sessions
+from tests.support.tiny_models import tiny_tokenizer
 
 KEY = "the-key-of-the-provider"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 17}}</tool_call>'
@@ -101,6 +103,46 @@ def test_every_dialect_reaches_the_provider_and_is_recorded_as_text(tmp_path):
         assert KEY.encode() not in b"".join(path.read_bytes() for path in tmp_path.glob("*.seg"))
 
     run(tmp_path, [Said(CALL), Said("It is 42."), Said("Hello there"), Said("Nothing.")], test)
+
+
+def test_logprobs_of_the_provider_are_passed_on(tmp_path):
+    encoded = tiny_tokenizer().encode("4\u20ac")
+    likely = [[(100, -0.5), (token, -1.25), (101, -2.0)] for token in encoded]
+
+    async def test(replica: Replica, provider: Gateway) -> None:
+        told = await started(replica)
+        body = {"logprobs": True, "top_logprobs": 2}
+        whole = await asked(replica, told["api_key"], **body)
+        content = whole.choices[0].logprobs.content
+        assert bytes(byte for token in content for byte in token.bytes).decode() == "4\u20ac"
+        for token in content:
+            assert [one.logprob for one in token.top_logprobs] == [-0.5, -1.25]
+            assert token.top_logprobs[1].bytes == token.bytes
+        chunks = await asked(replica, told["api_key"], stream=True, **body)
+        parts = [c.logprobs.content for x in chunks for c in x.choices if c.logprobs]
+        assert [token for part in parts for token in part] == content
+        plain = await asked(replica, told["api_key"])
+        assert plain.choices[0].logprobs is None
+        asked_for = [request.top_logprobs for request in provider.sampler.requests]
+        assert asked_for == [2, 2, 0]
+
+    run(tmp_path, [Said(ids=encoded, likely=likely)], test)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(7, [7], [{}], [{"token": "a"}], [{"token": "a", "logprob": "b"}]),
+        *([{"token": "a", "logprob": float("nan")}], [{"token": "a", "logprob": 1, "bytes": 9}]),
+        *([{"token": "a", "logprob": 1, "bytes": [256]}],),
+        *([{"token": "a", "logprob": 1, "top_logprobs": 7}],),
+    ],
+)
+def test_logprobs_that_are_none_are_refused_where_they_were_asked_for(content):
+    chunk = {"delta": {}, "logprobs": {"content": content}}
+    with pytest.raises(ValueError, match=r"in it|no list"):
+        Gathered(0, wants_logprobs=True).feed(chunk)
+    assert Gathered(0).feed(chunk) == []
 
 
 def test_a_session_goes_on_after_a_restart_and_messages_are_written_once(tmp_path):

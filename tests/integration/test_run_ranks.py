@@ -85,6 +85,9 @@ def start(runs: Runs) -> dict[str, np.ndarray]:
         pytest.param(
             "tensor-ranks", "{kind: fsdp, tensor_parallel: 2}", marks=pytest.mark.extended
         ),
+        pytest.param(
+            "sequence-ranks", "{kind: fsdp, sequence_parallel: 2}", marks=pytest.mark.extended
+        ),
         pytest.param("deepspeed-ranks", "{kind: deepspeed}", marks=needs_deepspeed),
     ],
 )

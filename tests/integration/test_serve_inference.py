@@ -62,6 +62,23 @@ def _check_held_to_a_schema(client: openai.OpenAI) -> None:
         client.chat.completions.create(**ASKED, response_format=wanted)
 
 
+def _check_likeliest_tokens(client: openai.OpenAI) -> None:
+    asked: Any = {**ASKED, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    content = client.chat.completions.create(**asked).choices[0].logprobs.content
+    parts = [
+        chunk.choices[0].logprobs.content
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        if chunk.choices and chunk.choices[0].logprobs
+    ]
+    assert [token for part in parts for token in part] == content
+    assert len(content) > 1
+    for token in content:
+        told = [one.logprob for one in token.top_logprobs]
+        assert told == sorted(told, reverse=True)
+        assert len({tuple(one.bytes) for one in token.top_logprobs}) == 3
+        assert token.logprob <= told[0]  # a bias drew it; what is told is the policy's own
+
+
 @pytest.mark.timeout(400)
 def test_both_sdks_are_answered_until_ctrl_c(served):
     url, key = served.told("gateway"), served.told("api key")
@@ -82,6 +99,7 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
         assert likeliest.choices[0].message.content == plain.choices[0].message.content
         assert client.models.list().data[0].id == str(served.folder.parent / "model")
         _check_held_to_a_schema(client)
+        _check_likeliest_tokens(client)
     with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as other:
         with other.messages.stream(**ASKED, extra_body={"temperature": 0}) as stream:
             pieces = list(stream.text_stream)

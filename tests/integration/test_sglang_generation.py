@@ -383,6 +383,25 @@ SPOILT = {
 }  # fmt: skip
 
 
+LIKELY = {
+    "none are told": lambda meta: meta.pop("output_top_logprobs"),
+    "of other tokens": lambda meta: meta["output_top_logprobs"].append([[-1.0, 5, None]] * 2),
+    "fewer than asked": lambda meta: meta["output_top_logprobs"][0].pop(),
+    "a log-prob is null": lambda meta: meta["output_top_logprobs"][0][0].__setitem__(0, None),
+}
+
+
+@pytest.mark.parametrize("change", LIKELY.values(), ids=LIKELY)
+def test_likeliest_tokens_are_told_whole_or_not_at_all(folder, change):
+    with served(folder) as (client, server):
+        server.spoil = spoilt(lambda answer, meta: change(meta))
+        found = client.run([request("r", [5, 6], max_new_tokens=3, top=2)])[0]
+        assert found.top is None
+        is_told = change is not LIKELY["none are told"]
+        assert ("output_top_logprobs" in found.error) == is_told
+        assert len(found.token_ids) == (0 if is_told else 3)
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("change", SPOILT.values(), ids=SPOILT)
 def test_an_answer_that_lacks_what_training_needs_fails_its_request_alone(

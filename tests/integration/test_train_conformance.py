@@ -52,6 +52,20 @@ LAYOUTS = (
         scenarios=("rl",),
     ),
     Layout(
+        "fsdp 2, sequence 2",
+        FsdpConfig(sequence_parallel=2, **HOW),
+        2,
+        resumes="fsdp 2",
+        scenarios=("rl", "ppo"),
+    ),
+    Layout(
+        "fsdp 4, sequence 2",
+        FsdpConfig(sequence_parallel=2, gradient_checkpointing=True, **HOW),
+        4,
+        resumes="fsdp 2, sequence 2",
+        resumes_lora="fsdp 2",
+    ),
+    Layout(
         "fsdp 4",
         FsdpConfig(**HOW),
         4,
@@ -68,7 +82,7 @@ def outcomes(request, tmp_path_factory):
     return run_layouts(layouts, tmp_path_factory.mktemp("conformance"))
 
 
-@pytest.mark.parametrize("name", names_of(LAYOUTS[1:], core="fsdp 2"))
+@pytest.mark.parametrize("name", names_of(LAYOUTS[1:], core=("fsdp 2", "fsdp 2, sequence 2")))
 def test_a_layout_trains_as_one_rank_that_holds_the_model(outcomes, name):
     assert_same(outcomes[name], outcomes["torch 1"])
 
@@ -93,6 +107,12 @@ def test_a_sharded_rank_holds_its_part_of_all_models_and_moments(outcomes, name)
         for what in ("learner/parameter_bytes", "learner/optimizer_bytes"):
             share = outcome.held[what] / outcomes["torch 1"][scenario].held[what]
             assert 0.99 / ranks < share < 1.1 / ranks, (scenario, what)
+
+
+def test_a_rank_of_a_sequence_keeps_the_activations_of_its_slice(outcomes):
+    whole, sliced = outcomes["fsdp 2"]["rl"], outcomes["fsdp 2, sequence 2"]["rl"]
+    name = "learner/activation_bytes"
+    assert 0.4 < sliced.held[name] / whole.held[name] < 0.75
 
 
 def test_what_is_compared_moves(outcomes):

@@ -42,6 +42,6 @@ def outcomes(request, tmp_path_factory):
     return run_layouts(asked_for(request, LAYOUTS), tmp_path_factory.mktemp("zero"))
 
 
-@pytest.mark.parametrize("name", names_of(LAYOUTS[1:], core="zero 2"))
+@pytest.mark.parametrize("name", names_of(LAYOUTS[1:], core=("zero 2",)))
 def test_a_stage_trains_as_one_rank_that_holds_the_model(outcomes, name):
     assert_same(outcomes[name], outcomes["torch 1"])

@@ -25,10 +25,12 @@ import torch
 
 from areal_ray.algorithms.packing import TrainSequence
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import joined_tops
 from areal_ray.engines.frozen import sequence_logprobs
 from areal_ray.engines.model_files import load_config, load_tensors
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.protocols import GenerationEngine, GenerationRequest, GenerationResult
-from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.row_forward import RowForward
 from areal_ray.engines.train_config import TorchTrainConfig
 from areal_ray.errors import EngineError
 from tests.support.generation import Served, forcing_weights, hf_model, random_prompt, request
@@ -185,6 +187,29 @@ def assert_whole(result: GenerationResult) -> None:
     assert (result.logprobs <= 1e-6).all()
 
 
+def assert_likeliest(
+    model: Any, turn: GenerationRequest, result: GenerationResult, tolerance: float
+) -> None:
+    """As many as were asked for, by a softmax over the whole vocabulary and a plain topk."""
+    if not turn.top_logprobs:
+        assert result.top is None
+        return
+    assert result.top is not None
+    ids = torch.from_numpy(np.concatenate([turn.prompt_ids, result.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(turn.prompt_ids) - 1 : -1].float()
+    whole = torch.log_softmax(logits / (turn.sampling.temperature or 1.0), -1)
+    found, logprobs = torch.from_numpy(result.top.token_ids.astype(np.int64)), result.top.logprobs
+    assert found.shape == logprobs.shape == (len(result.token_ids), turn.top_logprobs)
+    expected = torch.topk(whole, turn.top_logprobs).values
+    np.testing.assert_allclose(logprobs, expected, atol=tolerance)  # and so their order
+    np.testing.assert_allclose(whole.gather(1, found), expected, atol=tolerance)
+    assert all(len(set(place)) == turn.top_logprobs for place in found.tolist())
+    is_sampled = found.numpy() == result.token_ids[:, None]
+    own = np.broadcast_to(result.logprobs[:, None], logprobs.shape)
+    np.testing.assert_array_equal(logprobs[is_sampled], own[is_sampled])
+
+
 def processor_seconds(root: int) -> dict[tuple[str, str], float]:
     """Processor time so far of each thread of a process and of all processes below it."""
     parents, used = {}, {}
@@ -310,6 +335,35 @@ class EngineConformance:
         assert "uniqueItems" in refused.error
         assert refused.is_refused
         assert_whole(other)
+
+    def test_the_likeliest_tokens_told_are_those_of_the_distribution_that_is_recorded(
+        self, bench: Bench
+    ) -> None:
+        ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.5}, {"temperature": 0.0}]
+        turns = [
+            bench.ask(
+                prompt_of(i, 12), seed=i, top=top, streamed=i > 4, max_new_tokens=3 + i, **way
+            )
+            for i, (top, way) in enumerate(itertools.product((0, 1, 5, 20), ways))
+        ]
+        results = bench.run(turns)
+        model = hf_model(bench.folder)
+        for turn, result in zip(turns, results, strict=True):
+            assert_likeliest(model, turn, result, bench.subject.logprob_tolerance)
+            chunks = bench.served.chunks.get(turn.request_id, [])
+            joined = joined_tops([chunk.top for chunk in chunks])
+            assert (joined is None) == (not chunks or not turn.top_logprobs)
+            if joined is not None:
+                assert result.top is not None
+                np.testing.assert_array_equal(joined.token_ids, result.top.token_ids)
+                np.testing.assert_array_equal(joined.logprobs, result.top.logprobs)
+        if bench.subject.keeps_draws:
+            plain = [
+                bench.ask(turn.prompt_ids, seed=i, max_new_tokens=3 + i, **ways[i % 3])
+                for i, turn in enumerate(turns)
+            ]
+            for one, other in zip(bench.run(plain), results, strict=True):
+                np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
     def test_filters_keep_to_the_likely_tokens(self, bench: Bench) -> None:
         turns = [bench.ask(prompt_of(i, 12), seed=i, top_k=1, max_new_tokens=20) for i in range(3)]

@@ -58,7 +58,13 @@ class EngineSampler:
         )
         name, prompt = request.request_id, request.prompt_ids
         asked = GenerationRequest(
-            name, prompt, sampling, request.seed, "", is_streamed, request.grammar
+            name,
+            prompt,
+            sampling,
+            request.seed,
+            is_streamed=is_streamed,
+            grammar=request.grammar,
+            top_logprobs=request.top_logprobs,
         )
         self._engine.submit([asked])
         try:

@@ -106,6 +106,7 @@ def request(
     seed: int = 0,
     key: str = "",
     streamed: bool = False,
+    top: int = 0,
     **sampling: Any,
 ) -> GenerationRequest:
     """A request with sampling fields by keyword."""
@@ -116,6 +117,7 @@ def request(
         seed=seed,
         prefix_key=key,
         is_streamed=streamed,
+        top_logprobs=top,
     )
 
 

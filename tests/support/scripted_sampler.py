@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from areal_ray.core.trajectory import StopReason
-from areal_ray.core.turn import TurnEnd, TurnRequest
+from areal_ray.core.turn import TopTokens, TurnEnd, TurnRequest
 from areal_ray.errors import ArealRayError
 from tests.support.templates import ScriptedTurn
 
@@ -31,6 +31,8 @@ class Said:
     """In place of `text`."""
     is_stopped: bool = True
     """Whether the end of turn is sampled."""
+    likely: Sequence[Sequence[tuple[int, float]]] | None = None
+    """For each token the likeliest in its place with their log-probs, as many as anybody asks."""
 
 
 @dataclass
@@ -106,7 +108,11 @@ class ScriptedSampler:
                 break
         if len(ids) > request.max_new_tokens:
             ids, reason = ids[: request.max_new_tokens], StopReason.LENGTH
-        return ScriptedTurn(ids, version=said.version, stop_reason=reason)
+        turn = ScriptedTurn(ids, version=said.version, stop_reason=reason)
+        if said.likely is not None and request.top_logprobs:
+            told = np.array(said.likely)[: len(ids), : request.top_logprobs]
+            turn.top = TopTokens(told[..., 0].astype(np.int32), told[..., 1].astype(np.float32))
+        return turn
 
     def _encoded(self, text: str) -> list[int]:
         if text not in self._kept:
@@ -118,4 +124,5 @@ def _part(whole: ScriptedTurn, start: int, end: int) -> ScriptedTurn:
     part = ScriptedTurn(whole.token_ids[start:end].tolist())
     part.logprobs = np.array(whole.logprobs[start:end])
     part.versions = np.array(whole.versions[start:end])
+    part.top = None if whole.top is None else whole.top.part(start, end)
     return part

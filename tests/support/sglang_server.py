@@ -46,6 +46,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    tops: list[Any] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     to_abort: bool = False
@@ -95,6 +96,8 @@ class Brain:
         token = int(order[min(place, int(kept.sum()) - 1)])
         request.output.append(token)
         request.logprobs.append(float(logprobs[token]))
+        likely = order[: request.body.get("top_logprobs_num", 0)].tolist()
+        request.tops.append([[float(logprobs[one]), one, None] for one in likely])
 
     def load_folder(self, folder: Path) -> None:
         """Weights of a checkpoint folder."""
@@ -183,6 +186,7 @@ class ScriptedServer:
         if params["max_new_tokens"] == 0:
             output.clear()
             request.logprobs.clear()
+            request.tops.clear()
         elif request.spans and request.spans[-1][0] == self.version:
             request.spans[-1][2] = len(output)
         else:
@@ -269,6 +273,8 @@ class ScriptedServer:
         }
         if request.body.get("return_logprob"):
             meta["output_token_logprobs"] = [[lp, token, None] for lp, token in pairs][first:]
+            if request.body.get("top_logprobs_num"):
+                meta["output_top_logprobs"] = request.tops  # of all tokens in any stream
         if request.prompt_logprobs:
             told = zip([None, *request.prompt_logprobs], request.prompt, strict=True)
             meta["input_token_logprobs"] = [[lp, token, None] for lp, token in told]

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import TopTokens
 
 TPL_A = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -104,3 +105,4 @@ class ScriptedTurn:
         self.logprobs = -0.5 - np.arange(count, dtype=np.float32)
         self.versions = np.full(count, version, np.int32)
         self.stop_reason = stop_reason
+        self.top: TopTokens | None = None

@@ -87,11 +87,11 @@ class Outcome:
     """Bytes on the fullest rank, by the last step's metrics."""
 
 
-def names_of(layouts: Sequence[Layout], *, core: str) -> list[Any]:
-    """Parameters of a test, of which `core` alone is in the short suite."""
+def names_of(layouts: Sequence[Layout], *, core: Sequence[str]) -> list[Any]:
+    """Parameters of a test, of which `core` alone are in the short suite."""
     return [
         layout.name
-        if layout.name == core
+        if layout.name in core
         else pytest.param(layout.name, marks=pytest.mark.extended)
         for layout in layouts
     ]

@@ -219,7 +219,7 @@ def test_what_the_window_does_not_hold_is_not_asked_for_and_a_full_one_is_a_400(
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"tool_choice": "maybe"}, "tool_choice"),
-        ({"top_logprobs": 21}, "top_logprobs"),
+        *(({"top_logprobs": wrong}, "top_logprobs") for wrong in (21, -1, 1.5, "2", True)),
         ({"model": 5}, "model"),
     ],
 )

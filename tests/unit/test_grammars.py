@@ -156,7 +156,14 @@ def test_rows_beside_an_adjusted_one_are_recorded_to_the_last_bit_as_without_it(
     def rows(is_adjusted: list[bool]) -> SamplingRows:
         off = np.zeros(3, np.float32)
         hot = np.array([1.0, temperature, 1.0], np.float32)
-        ways = (hot, off + 1, off.astype(np.int64), off, np.array(is_adjusted))
+        ways = (
+            hot,
+            off + 1,
+            off.astype(np.int64),
+            off,
+            np.array(is_adjusted),
+            off.astype(np.int64),
+        )
         return SamplingRows.of(*ways, torch.device("cpu"))
 
     tokens, logprobs = sample(logits, rows([False] * 3), uniform)

@@ -16,6 +16,7 @@ from areal_ray.core.journal import (
     resumption_lines,
 )
 from areal_ray.core.ledger import Lease, Ledger
+from areal_ray.core.reasons import MOST_REASONS, OTHER_REASONS
 from areal_ray.core.seeds import derive_seed
 from areal_ray.core.summaries import Failure, GroupSummary, ScoreSummary
 from areal_ray.core.task import Task
@@ -235,6 +236,17 @@ def test_endless_filtering_stops_with_its_budget_and_every_step_begins_anew():
         guard.refilled("equal_rewards")
     with pytest.raises(TooManyFailures, match="max_refill_rounds"):
         guard.refilled("equal_rewards")
+
+
+def test_reasons_that_all_differ_do_not_fill_the_memory_and_every_group_still_counts():
+    ledger, count = Ledger(), 4 * MOST_REASONS
+    for number in range(count):
+        lease = ledger.reserve(Lease(0, Task(f"t{number}", ()), 0, 0))
+        ledger.fail(lease.group_id, "common" if number % 2 else f"no answer to request {number}")
+    assert len(ledger.failed) == MOST_REASONS + 1
+    assert ledger.counts()["failed"] == count
+    assert ledger.failed["common"] == count // 2
+    assert ledger.failed[OTHER_REASONS] == count // 2 - (MOST_REASONS - 1)
 
 
 def test_seeds_follow_from_names_and_differ_between_them():

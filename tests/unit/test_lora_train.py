@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.engines.lora import Adapters
 from areal_ray.engines.lora_config import ADAPTER_FOLDER, LoraConfig, LoraSetup
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.preference import PairTask, PreferenceConfig, PreferencePair
-from areal_ray.engines.row_forward import load_causal_model
 from areal_ray.engines.sft import OfflineDistillationConfig, SftExample
 from areal_ray.engines.torch_generation import TorchGenerationEngine
 from areal_ray.engines.torch_generation_config import TorchGenerationConfig

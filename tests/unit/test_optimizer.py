@@ -82,6 +82,20 @@ def test_a_part_of_a_gradient_is_clipped_by_the_norm_of_the_whole():
     assert float(part.grad[0, 0]) == pytest.approx(float(whole.grad[0, 0]))
 
 
+def test_a_restored_optimizer_keeps_its_moments_and_the_settings_it_has_now():
+    _, _, before = _one([3.0, 4.0], betas=(0.5, 0.6))
+    before.update(0.1)
+    _, _, now = _one([3.0, 4.0], betas=(0.8, 0.9), weight_decay=0.2, eps=1e-4)
+    now.load_state_dict(before.state_dict())
+    groups = now.inner.param_groups
+    assert [(g["betas"], g["weight_decay"], g["eps"]) for g in groups] == [
+        ((0.8, 0.9), 0.2, 1e-4),
+        ((0.8, 0.9), 0.0, 1e-4),
+    ]
+    held = [state["exp_avg"].flatten().tolist() for state in now.inner.state.values()]
+    assert held == [s["exp_avg"].flatten().tolist() for s in before.inner.state.values()]
+
+
 def test_a_flat_gradient_is_read_and_written_back_whole():
     parameter, bias, optimizer = _one([3.0, 4.0])
     bias.grad = None

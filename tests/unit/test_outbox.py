@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import TopTokens
 from areal_ray.engines.protocols import GenerationChunk, GenerationResult
 from areal_ray.runtime.outbox import Outbox
 
@@ -31,6 +33,19 @@ def test_chunks_of_one_turn_are_joined_in_order_and_come_once():
     np.testing.assert_array_equal(came.chunks[1].logprobs, -np.arange(2000, dtype=np.float32))
     np.testing.assert_array_equal(came.chunks[1].versions, np.arange(1, 2001))
     assert not box.take().chunks
+
+
+def test_the_likeliest_tokens_are_joined_with_those_they_stand_beside():
+    box = Outbox()
+    for number in range(200):
+        ids = np.array([[number, number + 1]], np.int32)
+        top = TopTokens(ids, -ids.astype(np.float32))
+        box.add_chunk(replace(chunk("a", number), top=top))
+        box.add_chunk(chunk("b", number))
+    asked, other = box.take().chunks
+    np.testing.assert_array_equal(asked.top.token_ids[:, 0], asked.token_ids)
+    np.testing.assert_array_equal(asked.top.logprobs[:, 1], -1.0 - np.arange(200))
+    assert other.top is None
 
 
 def test_an_unfetched_turn_costs_a_few_objects_however_long_it_is():

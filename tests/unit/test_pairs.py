@@ -109,9 +109,9 @@ def test_ranks_share_out_a_batch_and_long_or_equal_pairs_are_left_out(folder):
     config = section(source="tests.support.pairs:mixed", max_tokens=40, held_out=HeldOutPairs())
     alone = PairSource(config, str(folder))
     shared = [PairSource(config, str(folder), rank=rank, num_ranks=2) for rank in range(2)]
-    for step in range(4):
-        whole = [p.chosen.token_ids.tolist() for p in alone.batch(step)]
-        first, second = ([p.chosen.token_ids.tolist() for p in s.batch(step)] for s in shared)
+    for begins in range(0, 4 * config.batch_size, config.batch_size):
+        whole = [p.chosen.token_ids.tolist() for p in alone.batch(begins)]
+        first, second = ([p.chosen.token_ids.tolist() for p in s.batch(begins)] for s in shared)
         assert (first, second) == (whole[::2], whole[1::2])
     assert len(alone.held_out()) == 6
     with pytest.raises(DataError, match="none of them with two different answers"):

@@ -337,6 +337,27 @@ def test_the_recipe_that_makes_the_model_is_checked_too(folder):
     assert problems[0].startswith("warm.yaml: sft.phases.0.source: ")
 
 
+def test_rows_that_learners_will_read_are_read_before_anything_starts(folder):
+    (folder / "rows.py").write_text(
+        "def read(path):\n    yield from open(path)\n\ndef none():\n    return []\n"
+    )
+    head = "kind: {}\nname: rows\nmodel: {{path: model}}\n"
+    pairs = "preference: {{source: 'rows:{}', args: {}, steps: 1, batch_size: 1}}\n"
+    phase = "sft: {{phases: [{{source: 'rows:{}', args: {}, steps: 1, batch_size: 1}}]}}\n"
+    gone, told = "{path: gone.jsonl}", []
+    for kind, section in (("sft", phase), ("dpo", "reference: {{}}\n" + pairs)):
+        for source, args in (("read", gone), ("none", "{}")):
+            text = head.format(kind) + section.format(source, args)
+            (folder / "rows.yaml").write_text(text)
+            told += check_files(load_recipe(folder / "rows.yaml"))
+    assert [line.split(":")[0].removesuffix(".source") for line in told] == [
+        *["sft.phases.0"] * 2,
+        *["preference"] * 2,
+    ]
+    assert all("No such file or directory: 'gone.jsonl'" in line for line in told[::2])
+    assert all("gave no rows" in line for line in told[1::2])
+
+
 COMPANIONS = {
     "reference": ("objective.kl={kl_ctl: 0.1}",),
     "teacher": ("objective.kind=opd",),
@@ -427,12 +448,20 @@ def test_a_model_beside_the_policy_reads_its_token_ids_alike(folder, tokenizer, 
         ("llama", ["learner.ranks=2", "model.lora={rank: 2}"], "2 with model.lora; must be 1"),
     ],
 )
-def test_ranks_that_cannot_compute_the_model_together_are_told(
-    folder, architecture, overrides, told
-):
+def test_ranks_that_cannot_split_the_model_are_told(folder, architecture, overrides, told):
     how = {"num_key_value_heads": 1} if architecture == "qwen3" else {}
     write_tiny_model(folder / "split", architecture, **how)
     split = ["model.path=split", "learner.engine={kind: fsdp, tensor_parallel: 2}", *overrides]
     (line,) = check_files(recipe_of(folder, *split))
     assert line.startswith("learner.engine.tensor_parallel: ")
     assert told in line
+
+
+def test_ranks_that_cannot_share_the_rows_of_a_model_are_told(folder):
+    write_tiny_model(folder / "split", "gpt2")  # needs no plan, and its heads divide by 2
+    adapters = ["model.lora={rank: 2}"]
+    how = ["model.path=split", "learner.ranks=4", "learner.engine.kind=fsdp"]
+    assert not check_files(recipe_of(folder, *how, *adapters, "learner.engine.sequence_parallel=2"))
+    (line,) = check_files(recipe_of(folder, *how, "learner.engine.sequence_parallel=4"))
+    assert line.startswith("learner.engine.sequence_parallel: is 4")
+    assert "num_attention_heads 2; must divide it" in line

@@ -88,6 +88,21 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
             "unk",
         ),
         ("learner.engine={kind: fsdp, tensor_parallel: 2}", "learner.ranks", "a multiple of it"),
+        (
+            "learner.engine={kind: fsdp, sequence_parallel: 2}",
+            "learner.ranks",
+            "sequence_parallel 2",
+        ),
+        (
+            "learner.engine={kind: fsdp, sequence_parallel: 2, tensor_parallel: 2}",
+            "learner.engine.sequence_parallel",
+            "one of the two must be 1",
+        ),
+        (
+            "learner.engine={kind: fsdp, sequence_parallel: 2, attention: sdpa}",
+            "learner.engine.sequence_parallel",
+            "Set attention=auto",
+        ),
         ("learner.engine.tensor_parallel=1", "learner.engine.tensor_parallel", "unknown key"),
         ("rollout.engine.device=tpu", "rollout.engine.device", "cpu, cuda or cuda:N"),
         ("rollout.sampling.stop_token_ids=[-1]", "rollout.sampling.stop_token_ids.0", ">= 0"),
@@ -100,12 +115,16 @@ def test_seed_and_fileroot_stand_in_names_and_paths():
         ("rollout.sampling.presence_penalty=1", "rollout.sampling.presence_penalty", "left out"),
         ("rollout.sampling.frequency_penalty=1", "rollout.sampling.frequency_penalty", "left out"),
         ("name=a/b", "name", "plain folder name"),
+        ("name=a\nb", "name", "in one line"),
+        ("tasks.args={a: 1, a: 2}", "tasks.args", "'a' is given twice"),
         ("steps=0", "steps", ">= 1"),
         ("tasks=null", "tasks", "kind: rl needs it"),
         ("tasks.limit=0", "tasks.limit", ">= 1"),
         ("tasks.limit=-3", "tasks.limit", ">= 1"),
         ("tasks.source=null", "tasks.source", "must be text"),
         ("reward.score=", "reward.score", "must be text"),
+        ("rollout.sampling.temperature=0.001", "rollout.sampling.temperature", "at least 0.01"),
+        ("rollout.sampling.stop=a,b", "rollout.sampling.stop", "Write [a,b]."),
         ("learner.optimizer.lr=.inf", "learner.optimizer.lr", "finite"),
         ("learner.optimizer.lr=nan", "learner.optimizer.lr", "must be a number"),
         ("rollout.sampling.length_penalty=0.5", "rollout.sampling.length_penalty", "unknown"),
@@ -129,6 +148,16 @@ def test_what_cannot_work_is_refused_with_its_key_and_what_must_be(override, key
     assert len(lines) == 1, lines
     assert f": {key}: " in lines[0]
     assert must in lines[0]
+
+
+def test_a_path_that_begins_at_home_is_there(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    home = ["cluster.fileroot=~/runs", "model={path: ~/models/small}"]
+    recipe = parse_recipe(TEXT, home)
+    assert (str(recipe.folder.parent), recipe.model_path) == (
+        "/home/ada/runs",
+        "/home/ada/models/small",
+    )
 
 
 ONE_SAMPLE = ("admission.n_samples=1",)

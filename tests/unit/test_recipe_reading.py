@@ -233,6 +233,8 @@ def test_a_key_given_twice_is_an_error_that_names_both_places():
 def test_broken_yaml_is_told_with_its_line():
     with pytest.raises(ValueError, match=r"f.yaml: line 2: is not valid YAML"):
         read("steps: 1\n\tname: a")
+    with pytest.raises(ValueError, match=r"f.yaml: is nested too deep"):
+        read("args: " + "[" * 5000)
 
 
 def test_an_anchor_that_contains_itself_is_refused():
@@ -240,9 +242,10 @@ def test_an_anchor_that_contains_itself_is_refused():
         read("args: &a {b: *a}")
 
 
-def test_an_override_without_an_equals_sign_is_refused():
+@pytest.mark.parametrize("override", ["steps", "=1", ".steps=1", "optimizer..momentum=1", "a.=1"])
+def test_an_override_without_a_whole_key_or_an_equals_sign_is_refused(override):
     with pytest.raises(ValueError, match="is not of the form key=value"):
-        read("", "steps")
+        read("", override)
 
 
 def test_all_keys_lists_sections_and_their_keys():

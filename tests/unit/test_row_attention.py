@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from areal_ray.algorithms.packing import TrainSequence
-from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.model_loading import load_causal_model
+from areal_ray.engines.row_forward import RowForward
 from areal_ray.engines.sft import OfflineDistillationConfig, SftExample
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import Companions, LearnerConfig, TorchTrainConfig

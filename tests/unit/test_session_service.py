@@ -1,10 +1,15 @@
 """What a run that goes on tells its gateways of their sessions, from its ledger's journal."""
 
+import asyncio
+from collections import Counter
 from typing import Any
 
 from areal_ray.core.ledger import Lease, Ledger
+from areal_ray.core.summaries import GroupSummary
 from areal_ray.core.task import Task
-from areal_ray.runtime.session_service import ends_of
+from areal_ray.runtime.gateway_notes import Note
+from areal_ray.runtime.services import Tracker
+from areal_ray.runtime.session_service import MOST_OVER, SessionService, ends_of
 
 
 def committed(group: str, *sessions: str) -> dict[str, Any]:
@@ -76,6 +81,55 @@ def test_groups_without_sessions_are_nobodys_business():
     events = [{"event": "committed", "group": "0/t/0"}, trained(1, "0/t/0")]
     assert told(events, 1) == {}
     assert told([{"event": "failed", "group": "0/t/1", "reason": "x"}], 0) == {}
+
+
+class Gateways:
+    """Answers for the gateway actors: each group is one session, and every note is heard."""
+
+    def __init__(self) -> None:
+        self.num_offered, self.heard = 0, Counter()
+
+    def names(self) -> list[str]:
+        return ["gateway-0"]
+
+    async def least_busy(self) -> str:
+        return "gateway-0"
+
+    async def submit_payload(self, name: str, verb: str, group: str) -> tuple[GroupSummary, None]:
+        self.num_offered += 1
+        session = f"s-{self.num_offered}"
+        made = GroupSummary(
+            group, "t", 1, versions=(0,), num_tokens=1, num_sampled_tokens=1, num_turns=1,
+            payload_bytes=0, sessions=(session,), session_group=f"g-0-{session}",
+        )  # fmt: skip
+        return made, None
+
+    async def submit(self, name: str, verb: str, notes: list[Note]) -> None:
+        self.heard.update(note.verb for note in notes)
+
+
+def test_sessions_that_ended_are_forgotten_in_time_and_a_late_offer_is_still_refused():
+    async def scenario() -> None:
+        gateways, count = Gateways(), 3 * MOST_OVER
+        service = SessionService(gateways, Tracker(), max_attempts=1)
+        ledger = Ledger()
+        ledger.follow(service.follow)
+        for number in range(count):
+            lease = ledger.reserve(Lease(0, Task(f"t{number}", ()), 0, 0))
+            made, _ = await service.run_group(lease)
+            ledger.lease(lease.group_id)
+            if number % 3:
+                ledger.commit(lease.group_id, {})
+                ledger.train([lease.group_id], number)
+            else:
+                ledger.fail(lease.group_id, "nothing was sampled")
+            service.saved(number)
+            await asyncio.sleep(0)
+        assert gateways.heard["trained"] + gateways.heard["rejected"] == count
+        assert len(service._known) <= MOST_OVER
+        assert not service._is_new(made)
+
+    asyncio.run(scenario())
 
 
 def test_who_follows_a_ledger_hears_of_each_end_after_the_journal():

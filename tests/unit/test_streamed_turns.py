@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import TopTokens
 from areal_ray.engines.protocols import (
     GenerationChunk,
     GenerationRequest,
@@ -106,6 +107,21 @@ def test_another_replica_goes_on_where_the_first_broke_off():
     (rest,) = second.given
     assert rest.prompt_ids.tolist() == [*PROMPT.tolist(), 0, 1, 2]
     assert (rest.sampling.max_new_tokens, rest.seed, rest.is_streamed) == (5, 3, True)
+
+
+def test_the_likeliest_tokens_are_told_of_every_token_over_all_replicas():
+    def told(part: Any, first: int, end: int) -> Any:
+        ids = np.arange(first, end, dtype=np.int32)[:, None] + np.arange(3, dtype=np.int32)
+        return replace(part, top=TopTokens(ids, -ids.astype(np.float32)))
+
+    first = ScriptedReplica([told(chunk(0, 2), 0, 2)], LOST)
+    second = ScriptedReplica([told(chunk(2, 3), 2, 3)], [told(result(2, 8), 2, 8)])
+    parts = streamed(first, second, sent=replace(request(), top_logprobs=3))
+    assert sampled(parts) == list(range(8))
+    for part in parts:
+        np.testing.assert_array_equal(part.top.token_ids[:, 0], part.token_ids)
+        np.testing.assert_array_equal(part.top.logprobs, -part.top.token_ids)
+    assert second.given[0].top_logprobs == 3
 
 
 def test_a_turn_that_the_engine_hands_back_goes_on_after_what_was_streamed():

@@ -66,6 +66,15 @@ def test_a_cursor_of_another_task_list_is_refused():
         TaskStream(tasks(5)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("change", ["other", "reordered"])
+def test_a_cursor_of_as_many_other_tasks_or_of_another_order_is_refused(change):
+    state = TaskStream(tasks(4)).state_dict()
+    first, *rest = tasks(4)
+    other = [*rest, first] if change == "reordered" else [Task("new", first.messages), *rest]
+    with pytest.raises(DataError, match=r"other ids .* or the same in another order"):
+        TaskStream(other).load_state_dict(state)
+
+
 def count_characters(messages) -> int:
     return sum(len(message["content"]) for message in messages)
 
@@ -202,7 +211,7 @@ def test_a_broken_jsonl_line_is_named_with_its_file(tmp_path):
         read_jsonl(path)
 
 
-@pytest.mark.parametrize("content", ["", "\n\n  \n"])
+@pytest.mark.parametrize("content", ["", "\n\n  \n", "\ufeff", "\ufeff\r\n\t\r\n"])
 def test_a_jsonl_file_without_rows_is_an_error(tmp_path, content):
     path = tmp_path / "x.jsonl"
     path.write_text(content)

@@ -12,7 +12,14 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from areal_ray.engines.logit_adjustments import adjusted_logits
 from areal_ray.engines.row_table import RowTable
-from areal_ray.engines.sampling import PLAIN_SAMPLING, SamplingRows, sample, stream, uniforms
+from areal_ray.engines.sampling import (
+    PLAIN_SAMPLING,
+    SamplingRows,
+    likeliest,
+    sample,
+    stream,
+    uniforms,
+)
 from areal_ray.engines.stop_strings import StopStrings
 from tests.support.generation import request
 
@@ -26,6 +33,7 @@ def draw(probabilities, uniform, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0
         np.full(n, top_k, np.int64),
         np.full(n, min_p, np.float32),
         np.full(n, adjusted is not None),
+        np.zeros(n, np.int64),
         torch.device("cpu"),
     )
     logits = torch.log(torch.tensor(probabilities)).expand(n, -1)
@@ -123,6 +131,7 @@ def test_a_bias_may_draw_what_the_policy_gives_less_than_a_float_holds():
         np.zeros(2, np.int64),
         np.zeros(2, np.float32),
         np.array([False, True]),
+        np.zeros(2, np.int64),
         torch.device("cpu"),
     )
     logits = torch.tensor([[0.0, -150.0], [0.0, -150.0]])
@@ -214,12 +223,14 @@ def test_what_training_samples_with_takes_the_plain_path():
     ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
     nobody, device = np.zeros(3, np.bool_), torch.device("cpu")
     off = np.zeros(3, np.int64)
-    assert SamplingRows.of(ones, ones, off, zeros, nobody, device) is PLAIN_SAMPLING
+    assert SamplingRows.of(ones, ones, off, zeros, nobody, off, device) is PLAIN_SAMPLING
     last = np.array([0, 0, 1])
+    some = 0.1 * last.astype(np.float32)
     for changed in (
-        SamplingRows.of(ones, ones, off, zeros + 0.1 * last.astype(np.float32), nobody, device),
-        SamplingRows.of(ones, ones, off, zeros, last.astype(np.bool_), device),
-        SamplingRows.of(ones, ones, last, zeros, nobody, device),
+        SamplingRows.of(ones, ones, off, some, nobody, off, device),
+        SamplingRows.of(ones, ones, off, zeros, last.astype(np.bool_), off, device),
+        SamplingRows.of(ones, ones, last, zeros, nobody, off, device),
+        SamplingRows.of(ones, ones, off, zeros, nobody, last, device),
     ):
         assert changed is not PLAIN_SAMPLING
 
@@ -242,6 +253,7 @@ def test_rows_of_one_batch_keep_their_own_settings():
         np.array([0, 0, 0, 1], np.int64),
         np.zeros(4, np.float32),
         np.zeros(4, np.bool_),
+        np.zeros(4, np.int64),
         torch.device("cpu"),
     )
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]])).repeat(4, 1)
@@ -249,6 +261,52 @@ def test_rows_of_one_batch_keep_their_own_settings():
     assert tokens.tolist() == [2, 0, 0, 0]
     expected = [0.2, 0.5, 0.5, 0.25 / 0.38]
     assert logprobs.tolist() == pytest.approx([math.log(p) for p in expected], abs=1e-6)
+
+
+def told_rows(temperature, num_told, is_adjusted=False, top_k=0):
+    """Rows of various temperatures, each of which asks for so many of the likeliest tokens."""
+    n = len(temperature)
+    ones, off = np.ones(n, np.float32), np.zeros(n, np.int64)
+    adjusted = np.full(n, is_adjusted)
+    return SamplingRows.of(
+        np.array(temperature, np.float32), ones, off + top_k, ones - 1.0, adjusted,
+        np.array(num_told), torch.device("cpu"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_adjusted", [False, True])
+def test_the_likeliest_are_the_top_of_the_log_softmax_that_is_recorded(is_adjusted):
+    temperature, num_told = [1.0, 0.7, 0.0, 1.3], [3, 5, 5, 0]
+    rows = told_rows(temperature, num_told, is_adjusted, top_k=2)
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 40, generator=random) * 3
+    others = torch.randn(4, 40, generator=random) * 3 if is_adjusted else None
+    tokens, logprobs = sample(logits, rows, torch.rand(4, generator=random), others)
+    ids, found = likeliest(logits, rows, tokens, logprobs)
+    assert ids.shape == found.shape == (3, 5)  # who asks for fewer is given its part of them
+    for row in range(3):
+        whole = torch.log_softmax(logits[row].double() / (temperature[row] or 1.0), -1)
+        expected = torch.topk(whole, 5)
+        assert ids[row].tolist() == expected.indices.tolist()
+        torch.testing.assert_close(found[row].double(), expected.values, rtol=0, atol=1e-5)
+        told = dict(zip(ids[row].tolist(), found[row].tolist(), strict=True))
+        own = float(logprobs[row])
+        assert told.get(int(tokens[row]), own) == own  # to the last bit
+
+
+def test_at_a_low_temperature_the_likeliest_keep_order_and_logprobs_that_no_probability_holds():
+    rows = told_rows([0.01], [4])
+    logits = torch.tensor([[1.0, 4.0, 3.0, 2.0, 0.0]])
+    tokens, logprobs = sample(logits, rows, torch.tensor([0.5]))
+    ids, found = likeliest(logits, rows, tokens, logprobs)
+    assert ids.tolist() == [[1, 2, 3, 0]]
+    assert found.tolist() == [pytest.approx([0.0, -100.0, -200.0, -300.0])]
+
+
+def test_a_vocabulary_may_be_smaller_than_what_is_asked_for():
+    rows = told_rows([1.0], [20])
+    drawn = sample(torch.zeros(1, 3), rows, torch.tensor([0.5]))
+    assert likeliest(torch.zeros(1, 3), rows, *drawn)[0].shape == (1, 3)
 
 
 @given(

@@ -1,6 +1,7 @@
 """The torch train engine on tiny models: exact numbers, guarded updates, exact resume."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +12,9 @@ from areal_ray.algorithms.objective import ObjectiveConfig
 from areal_ray.algorithms.objective_parts import NormConfig
 from areal_ray.algorithms.packing import TrainSequence
 from areal_ray.core.trajectory import Group
+from areal_ray.engines.model_loading import load_causal_model
 from areal_ray.engines.reward_model import RewardModelScore
-from areal_ray.engines.row_forward import RowForward, load_causal_model
+from areal_ray.engines.row_forward import RowForward
 from areal_ray.engines.sft import SftExample
 from areal_ray.engines.torch_train import TorchTrainEngine
 from areal_ray.engines.train_config import (
@@ -21,7 +23,7 @@ from areal_ray.engines.train_config import (
     OptimizerConfig,
     TorchTrainConfig,
 )
-from areal_ray.errors import DataError, EngineError
+from areal_ray.errors import ArealRayError, DataError, EngineError
 from areal_ray.telemetry.names import METRICS
 from tests.support.tiny_groups import random_group
 from tests.support.tiny_models import write_tiny_model
@@ -474,3 +476,16 @@ def test_a_folder_that_is_no_checkpoint_is_refused_by_name(folder, tmp_path):
     (tmp_path / "trainer_state.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="cannot resume"):
         engine.load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["trainer_state.pt", "model.safetensors"])
+def test_a_checkpoint_of_the_right_size_with_other_bytes_is_one_line_that_names_it(
+    folder, tmp_path, file
+):
+    engine = _engine(folder)
+    engine.save(tmp_path)
+    path = tmp_path / file
+    path.write_bytes(b"\x93" * path.stat().st_size)
+    with pytest.raises(ArealRayError, match=re.escape(str(tmp_path))) as caught:
+        engine.load(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1

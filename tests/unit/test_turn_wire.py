@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_ray.core.trajectory import StopReason
+from areal_ray.core.turn import TopTokens
 from areal_ray.engines.protocols import (
     GenerationChunk,
     GenerationRequest,
@@ -28,6 +29,7 @@ _REQUESTS = st.lists(
         prefix_key=st.text(max_size=3),
         is_streamed=st.booleans(),
         grammar=st.text(max_size=3),
+        top_logprobs=st.integers(0, 20),
     ),
     max_size=6,
 )
@@ -45,13 +47,23 @@ def _results(draw: st.DrawFn) -> GenerationResult:
         stop_reason=draw(st.sampled_from(StopReason)),
         error=draw(st.text(max_size=3)),
         is_refused=draw(st.booleans()),
+        top=draw(st.sampled_from([None, _top(len(ids))])),
     )
+
+
+def _top(count: int) -> TopTokens:
+    ids = np.arange(3 * count, dtype=np.int32).reshape(count, 3)
+    return TopTokens(ids, -ids.astype(np.float32))
 
 
 def _fields(turn: object) -> list[object]:
     values = [getattr(turn, name) for name in turn.__slots__]
     return [
-        (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
+        (value.dtype, value.tolist())
+        if isinstance(value, np.ndarray)
+        else _fields(value)
+        if isinstance(value, TopTokens)
+        else value
         for value in values
     ]
 
@@ -72,7 +84,7 @@ def test_results_arrive_as_they_were_sent(results: list[GenerationResult]) -> No
 @given(st.lists(_results(), max_size=6))
 def test_chunks_arrive_beside_results_as_they_were_sent(results: list[GenerationResult]) -> None:
     chunks = [
-        GenerationChunk(each.request_id, each.token_ids, each.logprobs, each.versions)
+        GenerationChunk(each.request_id, each.token_ids, each.logprobs, each.versions, each.top)
         for each in results
     ]
     sent = Collected(ResultBatch(results[:2]), ChunkBatch(chunks))

@@ -1,0 +1,63 @@
+"""HeadWatch: whether Ray's head answers.
+
+Ray ends every process of its cluster, the driver too, once the head has been away for
+RAY_gcs_rpc_server_reconnect_timeout_s: without a word of what the run came to. A run that sees it
+go ends in order before that, and can be resumed.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+_ANSWERS_S = 3.0
+_TOLD_S = 5.0
+_NOTHING = b"areal_ray.head"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNews:
+    """What one look at the head found."""
+
+    event: str = ""
+    """A line where it fell silent or is back."""
+    gone: str = ""
+    """Why the run cannot go on."""
+
+
+class HeadWatch:
+    """Looks at the head of the cluster that this process is connected to."""
+
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: how long the head may be silent before it counts as gone."""
+        self._patience_s = patience_s
+        self._answered_s = time.monotonic()
+        self._is_told = False
+
+    async def look(self) -> HeadNews:
+        """Ask it anything; takes some seconds where it does not answer."""
+        if await self._answers():
+            was_told, self._is_told = self._is_told, False
+            self._answered_s = time.monotonic()
+            return HeadNews("Ray's head answers again" if was_told else "")
+        silent_s = time.monotonic() - self._answered_s
+        if silent_s >= self._patience_s:
+            return HeadNews(
+                gone=f"Ray's head has not answered for {silent_s:.0f} s. Start the cluster anew, "
+                "then `areal-ray resume`; where a head comes back by itself (fault tolerance), set "
+                "RAY_gcs_rpc_server_reconnect_timeout_s to twice the time that takes"
+            )
+        if silent_s >= _TOLD_S and not self._is_told:
+            self._is_told = True
+            return HeadNews(f"Ray's head has not answered for {silent_s:.0f} s")
+        return HeadNews()
+
+    async def _answers(self) -> bool:
+        try:
+            async with asyncio.timeout(_ANSWERS_S):
+                await internal_kv_get_gcs_client().async_internal_kv_get(_NOTHING, namespace=None)
+        except (TimeoutError, RayError):
+            return False
+        return True
