@@ -18,7 +18,7 @@ from areal_ray.core.verdict import Comparison, FailureGuard
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftPhase
-from areal_ray.errors import ArealRayError, DataError, DeadlineExceeded
+from areal_ray.errors import ArealRayError, DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.runtime.bounds import BoundsService
 from areal_ray.runtime.evaluation import EvaluationService
@@ -119,16 +119,7 @@ class RowCursor:
         return {"taken": self.taken, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Inverse of `state_dict`.
-
-        Raises:
-            DataError: It belongs to another seed: the order would differ.
-        """
-        if state["seed"] != self.seed:
-            raise DataError(
-                f"resume: the checkpoint's rows are in the order of seed = {state['seed']}, this "
-                f"run's of {self.seed}. Resume with the seed it was started with"
-            )
+        """Inverse of `state_dict`; another seed was refused before."""
         self.taken = state["taken"]
 
 
