@@ -23,6 +23,7 @@ from areal_ray.records import Records
 from areal_ray.runtime.bounds import BoundsService
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, unheard
+from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.runtime.publish_report import PublishReport
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.runtime.saving import CheckpointService
@@ -128,6 +129,7 @@ class SftRun(LearnerRun):
     """A run of kind sft."""
 
     rows: RowCursor
+    head: HeadWatch
     phases: Sequence[SftPhase]
     phase_ends: list[int] = field(default_factory=list)
     """Step at which each finished phase ended."""
@@ -161,6 +163,7 @@ class PairRun(LearnerRun):
     """A run of kind dpo or reward_model."""
 
     rows: RowCursor
+    head: HeadWatch
     config: PreferenceConfig
 
     def state_dict(self) -> dict[str, Any]:

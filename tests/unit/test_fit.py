@@ -12,9 +12,10 @@ from areal_ray.ending import root_cause
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation, SftPhase, SftUntil
-from areal_ray.errors import DataError
+from areal_ray.errors import ActorLost, DataError
 from areal_ray.records import Records
 from areal_ray.run import PairRun, RowCursor, SftRun
+from areal_ray.runtime.head_watch import HeadNews
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.telemetry.progress import QuietProgress
 from areal_ray.telemetry.sinks import TelemetryConfig, open_metric_log
@@ -50,6 +51,16 @@ class Actors:
         self.states[run.step] = run.state_dict()
 
 
+@dataclass
+class Head:
+    """Answers for the watch on Ray's head."""
+
+    news: HeadNews = field(default_factory=HeadNews)
+
+    async def look(self) -> HeadNews:
+        return self.news
+
+
 def common(folder: Path, actors: Actors, told: Any = len) -> dict[str, Any]:
     config = TelemetryConfig(console="off", tensorboard=False, ray_metrics=False)
     waits = WaitBoard()
@@ -63,6 +74,7 @@ def common(folder: Path, actors: Actors, told: Any = len) -> dict[str, Any]:
     )
     return {
         "deadlines": DeadlinesConfig(),
+        "head": Head(),
         "learners": actors,
         "checkpoints": actors,
         "records": records,
@@ -108,6 +120,21 @@ def test_a_slow_step_says_what_it_is_and_how_far_the_run_is(tmp_path):
     assert told[-1]["waits"] == {"driver": "step 1 of the learner"}
     assert told[-1]["services"] == {"training": {"learner": "step 0 of 99"}}
     assert len(told) > 1
+
+
+def test_a_head_that_is_gone_ends_a_step_that_would_never_return(tmp_path):
+    actors = Actors()
+
+    async def never(phase: int, first: int) -> StepStats:
+        await asyncio.Event().wait()
+        return StepStats()
+
+    actors.sft_step = never
+    run = sft_run(tmp_path, actors)
+    run.head = Head(HeadNews(gone="Ray's head has not answered"))
+    with pytest.raises(ExceptionGroup) as ended:
+        asyncio.run(fit(run))
+    assert isinstance(root_cause(ended.value), ActorLost)
 
 
 def test_another_batch_goes_on_at_the_row_where_the_last_one_ended(tmp_path):
