@@ -42,7 +42,7 @@ from areal_ray.gateway.call import (
 from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.door import SessionRecord
 from areal_ray.gateway.messages import canonical, in_call_order
-from areal_ray.gateway.off_loop import OffLoop, num_characters
+from areal_ray.gateway.off_loop import OF_A_TOKEN, OffLoop, num_characters
 from areal_ray.gateway.prompt_length import PromptTooLong, guessed_tokens
 from areal_ray.gateway.prompt_refusals import refusal, too_long
 from areal_ray.gateway.recorder import Recorder
@@ -128,7 +128,7 @@ class Answers:
         except PromptTooLong as error:
             raise too_long(error.num_tokens, self.limits.context_tokens) from error
         except ValueError as error:
-            raise refusal(self.template, call.messages, error) from error
+            raise refusal(self.template, call, error) from error
         opened.append(turn)
         return turn
 
@@ -147,7 +147,7 @@ class Answers:
             text = self.template.render(plain, shown_tools(call))
             return guessed_tokens(self.template.encode_array, text, _COUNTED_TOKENS)
         except ValueError as error:
-            raise refusal(self.template, call.messages, error) from error
+            raise refusal(self.template, call, error) from error
 
     def _room(self, num_prompt_tokens: int) -> int:
         """Tokens that the context leaves."""
@@ -271,7 +271,7 @@ class Answer:
         except asyncio.CancelledError:
             self._abort(part, _CANCELLED)
             raise
-        return self._closed(part, sampled)
+        return await self._closed(part, sampled)
 
     async def _streamed(self, part: _Part) -> AsyncGenerator[list[CallEvent], None]:
         answers = self._answers
@@ -287,7 +287,7 @@ class Answer:
             async with aclosing(answers.sampler.stream(part.request)) as chunks:
                 async for chunk in chunks:
                     if isinstance(chunk, TurnEnd):
-                        choice = self._closed(part, chunk.sampled)
+                        choice = await self._closed(part, chunk.sampled)
                         yield reader.end(chunk.sampled, choice)
                         return
                     part.come.append(chunk)
@@ -327,12 +327,22 @@ class Answer:
         finally:
             await _ended(tasks)
 
-    def _closed(self, part: _Part, sampled: SampledTurn) -> Choice:
+    async def _closed(self, part: _Part, sampled: SampledTurn) -> Choice:
         part.is_over = True
-        with self._record.recorder.lock:
-            reply = self._record.recorder.close_turn(part.turn, sampled, self._stop)
+
+        def read() -> Choice:
+            with self._record.recorder.lock:
+                reply = self._record.recorder.close_turn(part.turn, sampled, self._stop)
+            return self._choice(part, sampled, reply)
+
+        size = OF_A_TOKEN * len(sampled.token_ids)
+        try:
+            choice = await self._answers.off_loop.run(size, read)
+        except asyncio.CancelledError:  # it was read to its end all the same
+            self._record.turn_over(part.turn.turn_id, self.opening.id)
+            raise
         self._record.turn_over(part.turn.turn_id, self.opening.id)
-        return self._choice(part, sampled, reply)
+        return choice
 
     def _abort(self, part: _Part, reason: str) -> None:
         if not part.is_over:

@@ -25,6 +25,7 @@ from areal_ray.gateway.call import (
 from areal_ray.gateway.exchange import json_bytes
 from areal_ray.gateway.fields import (
     asked_schema,
+    check_answers,
     read_count,
     read_flag,
     read_function,
@@ -63,14 +64,18 @@ class AnthropicMessages:
         if not given:
             refuse("messages", "is empty; must be a list of at least one message")
         messages = _system(body)
+        places = ["system"] * len(messages)
         for where, message in given:
             messages += _read_message(message, where)
+            places += [where] * (len(messages) - len(places))
+        check_answers(messages, places)
         choice, metadata = body.get("tool_choice"), body.get("metadata")
         choice = choice if type(choice) is dict else {}
         user = metadata.get("user_id") if type(metadata) is dict else ""
         return Call(
             model=read_text(body, "model") or "policy",
             messages=messages,
+            places=tuple(places),
             tools=_tools(body),
             tool_choice=_tool_choice(choice),
             parallel_tool_calls=not read_flag(choice, "disable_parallel_tool_use", default=False),

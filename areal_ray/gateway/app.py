@@ -24,8 +24,16 @@ from areal_ray.gateway.answer import Answer, Answers
 from areal_ray.gateway.anthropic import AnthropicMessages
 from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, Dialect
 from areal_ray.gateway.door import Door, SessionRecord
-from areal_ray.gateway.exchange import ClientGone, Exchange, Receive, Send, error_headers
+from areal_ray.gateway.exchange import (
+    ClientGone,
+    Exchange,
+    Receive,
+    Send,
+    error_headers,
+    json_bytes,
+)
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
+from areal_ray.gateway.off_loop import OF_A_TOKEN
 from areal_ray.gateway.openai_chat import OpenAIChat
 from areal_ray.gateway.openai_completions import OpenAICompletions
 from areal_ray.gateway.openai_responses import OpenAIResponses
@@ -38,6 +46,7 @@ from areal_ray.gateway.upstream import UpstreamAnswer, Upstreams
 _log = logging.getLogger(__name__)
 
 _PATH = re.compile(r"(?:/s/(?P<session>[^/]+))?(?P<rest>(?:/.*)?)", re.DOTALL)
+_SLASHES = re.compile("/{2,}")
 _RETRY_S = 1.0
 _DEFECT = CallError(
     503,
@@ -53,6 +62,8 @@ _DIALECTS: tuple[Dialect, ...] = (
 )
 _PACKED = 4
 """How much larger a packed body is, about."""
+_OF_LOGPROBS = 16
+"""How much longer a reply is with them, about."""
 _NO_ROUTE = (
     "{path}: is not served here. Model calls go to /v1/chat/completions, /v1/responses, "
     "/v1/messages or /v1/completions; /openapi.json lists all there is"
@@ -119,7 +130,10 @@ def make_app(service: Service) -> FastAPI:
     shape = OpenAIChat()
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
-        told = _as_call_error(error, request.url.path)
+        path = request.scope["path"]
+        told = _as_call_error(error, path)
+        near = (one for one in service.dialects if any(f"{at}/" in path for at in one.paths))
+        shape = next(near, OpenAIChat())
         return JSONResponse(shape.error(told), told.status, error_headers(told))
 
     async def failed(_: Request, error: Exception) -> JSONResponse:
@@ -168,6 +182,8 @@ class Edge:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks."""
+        if scope["type"] == "http" and "//" in scope["path"]:  # of a base URL that ends with one
+            scope = {**scope, "path": _SLASHES.sub("/", scope["path"])}
         found = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
         if found is None:
             await self._app(scope, receive, send)
@@ -184,9 +200,8 @@ class Edge:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(scope, receive, send, self._service.limits)
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
         shape = self._shapes.get(path, self._shape)
-        await self._guarded(exchange, shape, methods, method, found["session"] or "")
+        await self._guarded(exchange, shape, methods, scope["method"], found["session"] or "")
 
     async def _guarded(
         self,
@@ -198,10 +213,11 @@ class Edge:
     ) -> None:
         counts = self._service.counts
         try:
-            if method not in methods:
+            route = methods.get("GET" if method == "HEAD" else method)
+            if route is None:
                 raise _wrong_method(method, methods)
             check_headers(exchange.raw_headers, self._service.limits)
-            await methods[method](exchange, session)
+            await route(exchange, session)
             return
         except ClientGone:
             counts.num_gone += 1
@@ -255,8 +271,11 @@ class Edge:
                 service.door.leave(record)
         finally:
             counts.num_open -= 1
-        headers = [(b"x-request-id", reply.id.encode())]
-        await exchange.answer(200, dialect.write(call, reply), headers)
+        size = (_OF_LOGPROBS if call.logprobs else 1) * OF_A_TOKEN * reply.num_tokens
+        written = await service.answers.off_loop.run(
+            size, lambda: json_bytes(dialect.write(call, reply))
+        )
+        await exchange.answer(200, written, [(b"x-request-id", reply.id.encode())])
 
     def _keep(self, dialect: Any, call: Call, owner: str, reply: CallReply) -> None:
         """A dialect whose calls may be stored has `stored_name`."""
@@ -311,7 +330,7 @@ class Edge:
 
 def _wrong_method(method: str, methods: Mapping[str, _Answer]) -> CallError:
     message = f"method: is {method}; must be {' or '.join(methods)}"
-    return CallError(405, "method_not_allowed", message)
+    return CallError(405, "method_not_allowed", message, allow=", ".join(methods))
 
 
 def _as_call_error(error: Exception, path: str = "") -> CallError:
@@ -322,10 +341,11 @@ def _as_call_error(error: Exception, path: str = "") -> CallError:
     if isinstance(error, StarletteHTTPException):
         codes = {404: "not_found", 405: "method_not_allowed"}
         told = _NO_ROUTE.format(path=path[:200]) if error.status_code == 404 else error.detail
+        allow = (error.headers or {}).get("Allow", "")
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another")
-            told = f"method: {path[:200]} takes {allowed}"
-        return CallError(error.status_code, codes.get(error.status_code, "error"), told)
+            told = f"method: {path[:200]} takes {allow or 'another'}"
+        code = codes.get(error.status_code, "error")
+        return CallError(error.status_code, code, told, allow=allow)
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))

@@ -35,6 +35,8 @@ class Call:
     """Canonical (`gateway.messages.canonical`): role, content (text), tool_calls, tool_call_id,
     name, reasoning (text), handle (what we gave the client to name a recorded turn by). One of the
     role `raw` is a prompt as it stands, in no template; its reply is text alone."""
+    places: tuple[str, ...] = ()
+    """Where in the body each message stands, for refusals; empty = `messages[0]` and so on."""
     tools: Sequence[Mapping[str, Any]] = ()
     """OpenAI's `{"type": "function", "function": {name, description, parameters}}`."""
     tool_choice: str = "auto"
@@ -208,6 +210,7 @@ class CallError(Exception):
         message: *where: what is, what must be. What to do.* No secret in it.
         param: The field at fault.
         retry_after_s: Of 429 and 503.
+        allow: Of 405: the methods that there are.
     """
 
     def __init__(
@@ -218,6 +221,7 @@ class CallError(Exception):
         *,
         param: str = "",
         retry_after_s: float | None = None,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -225,6 +229,7 @@ class CallError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allow = allow
 
 
 class StreamWriter(Protocol):

@@ -33,6 +33,7 @@ _TOO_LATE, _TOO_LARGE = 408, 413
 _LINGER_S = 1.0
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 """Kept: `json.dumps` makes one each time."""
+_LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 _SECRET_HEADERS = {"authorization", "x-api-key", "api-key", "cookie", "proxy-authorization"}
 
 
@@ -129,8 +130,9 @@ class Exchange:
         *,
         is_last: bool = True,
     ) -> None:
-        """Send a whole answer as JSON; `end_stream` ends it where this is not the last of it."""
-        text = json_bytes(content)
+        """Send a whole answer as JSON, bytes as they are; `end_stream` ends it where this is not
+        the last of it."""
+        text = content if type(content) is bytes else json_bytes(content)
         self._has_begun = True
         shown = [
             (b"content-type", b"application/json"),
@@ -283,9 +285,19 @@ def error_headers(error: CallError) -> dict[str, str]:
     """Of an answer that is an error. What still comes of a body that was not read to its end is no
     further request, and nobody reads it: the connection ends with the answer."""
     closing = {"connection": "close"} if error.status in (_TOO_LATE, _TOO_LARGE) else {}
-    return retry_headers(error) | closing
+    allow = {"allow": error.allow} if error.allow else {}
+    return retry_headers(error) | closing | allow
 
 
 def json_bytes(content: Any) -> bytes:
-    """Compact JSON in UTF-8."""
-    return _ENCODER.encode(content).encode()
+    """Compact JSON in UTF-8, on one line."""
+    return one_line(_ENCODER.encode(content)).encode()
+
+
+def one_line(text: str) -> str:
+    """JSON that is one line to every client: some, as those on httpx's `iter_lines`, end lines of
+    a stream also where Unicode does, amid an event."""
+    if not text.isascii():
+        for mark, escaped in _LINE_ENDS:
+            text = text.replace(mark, escaped)
+    return text

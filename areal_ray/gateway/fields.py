@@ -1,20 +1,22 @@
 """Fields of a request body, read alike by every dialect: null is absent, a wrong type is a 400."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from areal_ray.gateway.call import CallError
+from areal_ray.gateway.messages import plain_id
 
 _MAX_STOP = 16
+_SAID = ("text", "refusal")
 _MAX_TOP_LOGPROBS = 20
 _MEDIA = ("image", "image_url", "input_image", "input_file", "input_audio", "document", "file")
 
 
-def read_text(body: Mapping[str, Any], name: str) -> str:
-    """A text of a body; empty if it is not there."""
+def read_text(body: Mapping[str, Any], name: str, where: str = "") -> str:
+    """A text of a body, or of an object that stands at `where` in it; empty if it is not there."""
     text = body.get(name)
     if text is not None and type(text) is not str:
-        refuse(name, f"is {shown(text)}; must be a string")
+        refuse(f"{where}{name}", f"is {shown(text)}; must be a string")
     return text or ""
 
 
@@ -133,8 +135,8 @@ def read_function(function: Any, where: str, schema: str = "parameters") -> dict
 
 
 def read_parts(content: Any, where: str, between: str = "") -> str:
-    """The text in a string or in a list of parts; parts that hold neither text nor media are
-    passed over, and null is no text.
+    """The text in a string or in a list of parts, refusals too, which were said as well; parts that
+    hold neither text nor media are passed over, and null is no text.
 
     Args:
         content: Of a message or of a tool's result.
@@ -155,9 +157,27 @@ def read_parts(content: Any, where: str, between: str = "") -> str:
             refuse(f"{where}[{index}]", f"is {shown(part)}; must be an object")
         elif (kind := part.get("type")) in _MEDIA:
             refuse(f"{where}[{index}].type", f"is {kind}; must be text: no media are read")
-        elif type(part.get("text")) is str:
-            texts.append(part["text"])
+        else:
+            texts += [read_text(part, name, f"{where}[{index}].") for name in _SAID if name in part]
     return between.join(texts)
+
+
+def check_answers(messages: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """Refuse the result of a call that nobody made, where calls have fields of their own.
+
+    Args:
+        messages: The whole conversation, canonical.
+        places: Of each in the body.
+    """
+    known: set[str] = set()
+    for message, place in zip(messages, places, strict=True):
+        known |= {plain_id(call["id"]) for call in message.get("tool_calls", ())}
+        if message["role"] != "tool":
+            continue
+        answered = plain_id(message["tool_call_id"])  # clients may append to it
+        if answered not in known and not any(one and answered.startswith(one) for one in known):
+            told = f"{shown(message['tool_call_id'])} is of no tool call before it"
+            refuse(place, f"{told}; must be the id of one above")
 
 
 def read_seed(body: Mapping[str, Any]) -> int | None:

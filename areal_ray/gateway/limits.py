@@ -13,6 +13,8 @@ from areal_ray.gateway.call import CallError
 from areal_ray.gateway.json_text import read_json
 
 _GZIP_WINDOW = zlib.MAX_WBITS | 16
+_MOST_MEMBERS = 64
+"""Packed one behind the other to one body; each may be all but empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +141,18 @@ def _invalid(message: str) -> CallError:
 
 def _inflate(window: int) -> Callable[[bytes, int], bytes]:
     def inflate(body: bytes, most: int) -> bytes:
-        stream = zlib.decompressobj(window)
-        whole = stream.decompress(body, most)
-        if len(whole) < most and not stream.eof:
-            raise ValueError("it ends too early")
-        return whole
+        whole, rest = b"", body
+        for _ in range(_MOST_MEMBERS):
+            stream = zlib.decompressobj(window)
+            whole += stream.decompress(rest, most - len(whole))
+            if len(whole) >= most:
+                return whole
+            if not stream.eof:
+                raise ValueError("it ends too early")
+            rest = stream.unused_data.lstrip(b"\0")  # some pad it
+            if not rest:
+                return whole
+        raise ValueError(f"it was packed in more than {_MOST_MEMBERS} pieces")
 
     return inflate
 
@@ -160,6 +169,7 @@ def _unpack_zstd(body: bytes, most: int) -> bytes:
 
 _UNPACK: dict[str, Callable[[bytes, int], bytes]] = {
     "gzip": _inflate(_GZIP_WINDOW),
+    "x-gzip": _inflate(_GZIP_WINDOW),
     "deflate": _inflate(zlib.MAX_WBITS),
     "zstd": _unpack_zstd,
 }

@@ -72,18 +72,21 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
     """What a canonical message says, for matching a resent one with the recorded one.
 
     Assistant text is compared without surrounding whitespace, which clients strip; ids of tool
-    calls are left out, which some clients rewrite.
+    calls are left out, which some clients rewrite. Who of several users speaks counts; the names
+    that clients give tools' results and their own agents come and go.
     """
-    text = message["content"]
-    if message["role"] == "assistant":
+    role, text = message["role"], message["content"]
+    if role == "assistant":
         text = text.strip()
+    elif role != "tool" and message.get("name"):
+        role = f"{role} {message['name']}"
     if "tool_calls" not in message:
-        return message["role"], text, ()
+        return role, text, ()
     calls = tuple(
         (call["function"]["name"], _arguments_key(call["function"]["arguments"]))
         for call in message["tool_calls"]
     )
-    return message["role"], text, calls
+    return role, text, calls
 
 
 def _arguments_key(arguments: Any) -> str:
@@ -182,6 +185,10 @@ def _part(part: Any, where: str) -> str:
             if isinstance(part.get(name), str):
                 return str(part[name])
         kind = str(part.get("type"))[:40]
+        if kind in ("text", "refusal"):
+            if part.get(kind) is None:
+                return ""
+            raise ValueError(f"{where}.{kind}: is {type(part[kind]).__name__}; must be a string")
         raise ValueError(f"{where}: is of type {kind}; must be a text part: no media are read")
     raise ValueError(f"{where}: is {type(part).__name__}; must be a text part")
 

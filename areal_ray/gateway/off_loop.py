@@ -1,4 +1,4 @@
-"""Work on large bodies, on threads beside the event loop that all other streams run on.
+"""Work on large bodies and long replies, on threads beside the event loop all streams run on.
 
 Reading, matching and rendering a conversation is Python, which the threads share with the loop a
 few milliseconds at a time; tokenizing runs beside it. What is small stays on the loop: there it is
@@ -6,6 +6,7 @@ done before a thread would have begun.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -18,6 +19,8 @@ LARGE_CHARACTERS = 1 << 15
 """Of a body or a conversation: what takes the loop some milliseconds."""
 _OF_A_MESSAGE, _OF_A_TOOL = 100, 1000
 """Characters that each is worth beside its text, about."""
+OF_A_TOKEN = 4
+"""Characters that a sampled token is worth."""
 _THREADS = 2
 """More would have the loop wait for its turn among them, and be no faster together."""
 
@@ -41,7 +44,9 @@ class OffLoop:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait({running})
+            while not running.done():  # who cancels once more does not end it either
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({running})
             raise
 
 

@@ -23,7 +23,7 @@ from areal_ray.gateway.call import (
     TextDelta,
     TokenLogprob,
 )
-from areal_ray.gateway.exchange import json_bytes
+from areal_ray.gateway.exchange import json_bytes, one_line
 from areal_ray.gateway.fields import (
     asked_schema,
     read_count,
@@ -195,7 +195,7 @@ class ChatWriter:
             f'{{"index":{choice},"delta":{{{delta}}},"logprobs":{told},'
             f'"finish_reason":{reason}}}]{self._usage}}}\n\n'
         )
-        return self._head + text.encode()
+        return self._head + one_line(text).encode()
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
@@ -205,6 +205,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     role = message.get("role")
     if type(role) is not str or role not in _ROLES:
         refuse(f"{where}.role", f"is {shown(role)}; must be one of {', '.join(_ROLES)}")
+    message = _with_said_of_old(message)
     calls = message.get("tool_calls")
     if calls is not None and type(calls) is not list:
         refuse(f"{where}.tool_calls", f"is {shown(calls)}; must be a list")
@@ -225,6 +226,17 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     return plain
 
 
+def _with_said_of_old(message: dict[str, Any]) -> dict[str, Any]:
+    """With what stands in fields of its own: a refusal for content, one call before there were
+    `tool_calls`."""
+    refusal, call = message.get("refusal"), message.get("function_call")
+    if type(refusal) is str and not message.get("content"):
+        message = {**message, "content": refusal}
+    if call is not None and not message.get("tool_calls"):
+        message = {**message, "tool_calls": [{"function": call}]}
+    return message
+
+
 def _check_call(call: Any, where: str) -> None:
     function = call.get("function") if type(call) is dict else None
     if type(function) is not dict or type(function.get("name")) is not str:
@@ -239,6 +251,9 @@ def _tool_choice(choice: Any) -> str:
     if choice is None:
         return "auto"
     if type(choice) is dict:
+        allowed = choice.get("allowed_tools")
+        if type(allowed) is dict:
+            return "required" if allowed.get("mode") == "required" else "auto"
         function = choice.get("function")
         name = function.get("name") if type(function) is dict else choice.get("name")
         return name if type(name) is str and name else "auto"

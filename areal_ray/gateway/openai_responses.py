@@ -24,6 +24,7 @@ from areal_ray.gateway.call import (
 from areal_ray.gateway.exchange import json_bytes
 from areal_ray.gateway.fields import (
     asked_schema,
+    check_answers,
     read_count,
     read_flag,
     read_items,
@@ -69,10 +70,14 @@ class OpenAIResponses:
         tools = read_offered(body)
         instructions = read_text(body, "instructions")
         before = read_text(body, "previous_response_id")
-        given = read_input(body, tools)
+        given, places = read_input(body, tools)
         if not given and not before:
             refuse("input", "is empty; must be a text or a list of at least one item")
         lead = [{"role": "system", "content": instructions}] if instructions else []
+        places = [*["instructions"] * len(lead), *places]
+        messages = _checked([*lead, *given], places)
+        if not before:
+            check_answers(messages, places)
         user = next((body[k] for k in ("prompt_cache_key", "user") if body.get(k)), "")
         included = body.get("include")
         wants = type(included) is list and "message.output_text.logprobs" in included
@@ -80,7 +85,8 @@ class OpenAIResponses:
         is_stored = read_flag(body, "store", default=True)
         return Call(
             model=read_text(body, "model") or "policy",
-            messages=_checked([*lead, *given]),
+            messages=messages,
+            places=tuple(places),
             tools=tools.functions,
             tool_choice=_tool_choice(body.get("tool_choice"), tools),
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
@@ -278,13 +284,14 @@ class _Items:
         return shown_logprobs(logprobs, top=self._call.top_logprobs)
 
 
-def _checked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _checked(messages: Sequence[dict[str, Any]], places: Sequence[str]) -> list[dict[str, Any]]:
     plain = []
-    for index, message in enumerate(messages):
+    for place, message in zip(places, messages, strict=True):
         try:
-            kept = canonical(message, index)
+            kept = canonical(message)
         except ValueError as error:
-            raise CallError(400, "invalid_value", str(error), param="input") from error
+            told = f"{place}{str(error).removeprefix('messages[0]')}"
+            raise CallError(400, "invalid_value", told, param=place) from error
         for name in ("reasoning", "handle"):
             if message.get(name):
                 kept[name] = message[name]

@@ -1,11 +1,14 @@
 """What a client is told whose conversation becomes no prompt."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_ray.gateway.call import CallError
-from areal_ray.gateway.messages import canonical
+from areal_ray.gateway.call import Call, CallError
+from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.template import ChatTemplate
+
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 def too_long(num_tokens: int, context_tokens: int) -> CallError:
@@ -20,18 +23,21 @@ def too_long(num_tokens: int, context_tokens: int) -> CallError:
     )
 
 
-def refusal(template: ChatTemplate, messages: Sequence[Any], error: ValueError) -> CallError:
-    """400, with the message at fault.
+def refusal(template: ChatTemplate, call: Call, error: ValueError) -> CallError:
+    """400, with the message at fault, where the client's own body has it.
 
     Args:
         template: That refused them, or could not read one.
-        messages: Of the call.
+        call: Whose messages.
         error: Why.
     """
-    where, _, _ = str(error).partition(":")
-    if where.startswith("messages["):
-        return CallError(400, "invalid_value", str(error), param=where)
-    plain = [canonical(message, index) for index, message in enumerate(messages)]
+    where, _, told = str(error).partition(":")
+    if found := _MESSAGE.match(where):
+        message = in_call_order(call.messages)[int(found[1])]
+        index = next(at for at, one in enumerate(call.messages) if one is message)
+        where = _place(call, index) + where[found.end() :]
+        return CallError(400, "invalid_value", f"{where}:{told}", param=where)
+    plain = [canonical(message, index) for index, message in enumerate(call.messages)]
     if _is_taken(template, plain):  # what is wrong is in none of them
         return CallError(400, "invalid_value", f"messages: {error}", param="messages")
     taken, refused = 0, len(plain)
@@ -41,8 +47,12 @@ def refusal(template: ChatTemplate, messages: Sequence[Any], error: ValueError) 
             taken = middle
         else:
             refused = middle
-    where = f"messages[{refused - 1}]"
+    where = _place(call, refused - 1)
     return CallError(400, "invalid_value", f"{where}: {error}", param=where)
+
+
+def _place(call: Call, index: int) -> str:
+    return call.places[index] if call.places else f"messages[{index}]"
 
 
 def _is_taken(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> bool:

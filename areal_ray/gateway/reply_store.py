@@ -63,7 +63,9 @@ class ReplyStore:
         self._stored.move_to_end(name)
         lead = call.num_instructions
         messages = (*call.messages[:lead], *found.messages, *call.messages[lead:])
-        return replace(call, messages=messages)
+        earlier = ("previous_response_id",) * len(found.messages)
+        places = (*call.places[:lead], *earlier, *call.places[lead:])
+        return replace(call, messages=messages, places=places)
 
     def keep(self, name: str, call: Call, reply: CallReply, owner: str) -> None:
         """Keep the conversation up to a reply.

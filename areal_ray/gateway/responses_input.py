@@ -63,19 +63,22 @@ def read_offered(body: Mapping[str, Any]) -> OfferedTools:
     return OfferedTools(functions, origins)
 
 
-def read_input(body: Mapping[str, Any], tools: OfferedTools) -> list[dict[str, Any]]:
-    """The canonical messages in a body's `input`.
+def read_input(
+    body: Mapping[str, Any], tools: OfferedTools
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The canonical messages in a body's `input`, and where the first item of each stands.
 
     Raises:
         CallError: 400, with the item at fault.
     """
     given = body.get("input")
     if type(given) is str:
-        return [{"role": "user", "content": given}]
-    turns = _Turns(tools)
+        return [{"role": "user", "content": given}], ["input"]
+    turns, places = _Turns(tools), list[str]()
     for where, item in read_items(body, "input"):
         turns.read(item, where)
-    return turns.messages
+        places += [where] * (len(turns.messages) - len(places))
+    return turns.messages, places
 
 
 @dataclass(slots=True)

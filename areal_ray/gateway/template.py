@@ -27,6 +27,7 @@ _KEPT_TOKENS = 64
 _PROBE = "Q0Q"
 _UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What a template comes to grief by over a tool's schema that is not as it takes schemas to be."""
+_TOLD_OF_FUNCTIONS = ("name", "description", "parameters")
 _KEYED = {"role", "content", "name", "tool_call_id"}
 """What of a message a kept rendering is found by."""
 
@@ -130,7 +131,7 @@ class ChatTemplate:
                 return str(self._compiled.render({**self._names, **asked, "messages": shown}))
             text = self.tokenizer.apply_chat_template(
                 shown,
-                tools=[_sorted(tool) for tool in tools] if tools else None,
+                tools=[_shown_tool(tool) for tool in tools] if tools else None,
                 chat_template=self._source,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -350,8 +351,17 @@ def _turn_enders(tokenizer: Any) -> list[int | None]:
     return [vocabulary.get(token) for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>")]
 
 
+def _shown_tool(tool: Mapping[str, Any]) -> Any:
+    """The same tool gives the same prompt, whoever serialised it: of a function, what tells the
+    model of it, without what APIs are asked for beside (`strict`)."""
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        kept = {name: text for name, text in function.items() if name in _TOLD_OF_FUNCTIONS}
+        tool = {"type": "function", "function": kept}
+    return _sorted(tool)
+
+
 def _sorted(value: Any) -> Any:
-    """The same schema gives the same prompt, whoever serialised it."""
     if isinstance(value, Mapping):
         return {key: _sorted(value[key]) for key in sorted(value) if value[key] is not None}
     if isinstance(value, (list, tuple)):

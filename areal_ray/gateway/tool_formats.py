@@ -5,6 +5,7 @@ What is not written as its family writes it is no call: it stays text.
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,20 +30,17 @@ class HermesFormat:
 
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """See `ToolFormat`."""
-        for end in _closings(text):
-            try:
-                fields, at = object_at(text[:end], len(_OPEN))
-                if text[at:end].strip():
-                    break
-                call = _call(fields, ("arguments",))
-            except Unfinished:  # this closing stands in a string: the next one may be the call's
-                continue
-            except ValueError:
-                break
-            return Block(end + len(_CLOSE), (call,))
-        else:
-            return Block(min(len(_OPEN), len(text))) if is_whole else None
-        return Block(len(_OPEN))
+        unread = Block(min(len(_OPEN), len(text)))
+        end = _closing(text)
+        if end < 0:
+            return unread if is_whole else None
+        try:
+            fields, at = object_at(text[:end], len(_OPEN))
+            if text[at:end].strip():
+                return unread
+            return Block(end + len(_CLOSE), (_call(fields, ("arguments",)),))
+        except ValueError:
+            return unread
 
 
 class Qwen3CoderFormat:
@@ -53,6 +51,8 @@ class Qwen3CoderFormat:
 
     markers = (_OPEN, _CLOSE)
     _begin = "<function="
+    _end = re.compile(rf"</function>\s*({_CLOSE})")
+    """A closing that stands elsewhere is part of a value."""
     _function = re.compile(r"\s*<function=([^<>\s]+)>(.*)</function>\s*", re.DOTALL)
     _parameter = re.compile(r"\s*<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
@@ -71,12 +71,11 @@ class Qwen3CoderFormat:
             begun = text[len(_OPEN) :].lstrip()[: len(self._begin)]
             if not self._begin.startswith(begun):
                 return unread
-        for end in _closings(text):
-            body = text[len(_OPEN) : end]
-            if body.rstrip().endswith("</function>"):  # else this closing stands in a value
-                call = self._read_call(body, tools)
-                return unread if call is None else Block(end + len(_CLOSE), (call,))
-        return unread if is_whole else None
+        closing = self._end.search(text, min(len(_OPEN), len(text)))
+        if closing is None:
+            return unread if is_whole else None
+        call = self._read_call(text[len(_OPEN) : closing.start(1)], tools)
+        return unread if call is None else Block(closing.end(), (call,))
 
     def _read_call(self, body: str, tools: Tools) -> FoundCall | None:
         found = self._function.fullmatch(body)
@@ -238,12 +237,33 @@ def len_held(text: str, opener: str) -> int:
     return next((n for n in range(longest, 0, -1) if opener.startswith(text[-n:])), 0)
 
 
-def _closings(text: str) -> Iterator[int]:
-    """Where each `</tool_call>` of a text that begins with `<tool_call>` stands."""
-    at = text.find(_CLOSE, len(_OPEN))
+def _closing(text: str) -> int:
+    """Where the first `</tool_call>` stands that is in no string of the object that follows
+    `<tool_call>` at the beginning of a text; -1 if there is none yet.
+
+    Those behind it are in none either. Models that repeat themselves write thousands inside a
+    string that they never close: these are not tried one by one, with each token that comes.
+    """
+    first = text.find(_CLOSE, len(_OPEN))
+    if first < 0 or not _is_unfinished(text[:first]):
+        return first
+    ends, at = [first], text.find(_CLOSE, first + 1)
     while at >= 0:
-        yield at
+        ends.append(at)
         at = text.find(_CLOSE, at + 1)
+    found = bisect_left(ends, True, key=lambda end: not _is_unfinished(text[:end]))
+    return ends[found] if found < len(ends) else -1
+
+
+def _is_unfinished(text: str) -> bool:
+    """Whether a text that begins with `<tool_call>` ends inside a string of its object."""
+    try:
+        object_at(text, len(_OPEN))
+    except Unfinished:
+        return True
+    except ValueError:
+        return False
+    return False
 
 
 def _call(fields: Mapping[str, tuple[Any, str]], keys: tuple[str, ...]) -> FoundCall:

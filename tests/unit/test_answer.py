@@ -33,7 +33,7 @@ def lettered(chat_template: str = TPL_A, script: Any = None, **options: Any) -> 
     )
 
 
-async def answered(answer: Answer, *, stream: bool) -> None:
+async def answered(answer: Answer, *, stream: bool = False, **_: Any) -> None:
     """Sample all of it, in either way, within 10 s."""
     async with asyncio.timeout(10):
         if not stream:

@@ -63,6 +63,24 @@ def test_a_packed_body_is_unpacked_and_never_beyond_the_bound(pack):
         assert refused.value.status == 400
 
 
+def test_a_body_packed_in_pieces_is_all_of_them_and_what_is_behind_it_is_no_part_of_it():
+    pieces = [gzip.compress(piece) for piece in (b'{"a":', b"", b"1}")]
+    for name in ("gzip", "x-gzip"):
+        assert unpacked(b"".join(pieces) + bytes(9), name, LIMITS) == b'{"a":1}'
+    for name, body in (
+        ("gzip", pieces[0] + b"more"),
+        ("gzip", pieces[1] * 1000),
+        ("gzip", b"".join(pieces)[:-3]),
+        ("deflate", zlib.compress(b"{}") + b"more"),
+    ):
+        with pytest.raises(CallError) as refused:
+            unpacked(body, name, LIMITS)
+        assert refused.value.status == 400
+    with pytest.raises(CallError) as refused:
+        unpacked(gzip.compress(b"0" * 600) * 2, "gzip", LIMITS)
+    assert refused.value.status == 413
+
+
 def test_a_zstd_body_is_unpacked_within_the_bound():
     zstandard = pytest.importorskip("zstandard")
     assert unpacked(zstandard.compress(b'{"a": 1}'), "zstd", LIMITS) == b'{"a": 1}'

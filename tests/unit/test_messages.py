@@ -25,6 +25,7 @@ def call(arguments: Any, **fields: Any) -> dict[str, Any]:
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
         (["a", {"text": "b"}], "ab"),
         ([{"type": "refusal", "refusal": "no"}], "no"),
+        ([{"type": "text", "text": None}, {"type": "text", "text": "b"}], "b"),
     ],
 )
 @pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
@@ -49,6 +50,7 @@ def test_content_may_be_left_out_beside_tool_calls():
         (b"x", "content: is bytes; "),
         (["a", {"type": "image_url", "image_url": "x"}], "content[1]: is of type image_url; "),
         ([None], "content[0]: is NoneType; must be a text part"),
+        ([{"type": "text", "text": 5}], "content[0].text: is int; must be a string"),
         ([{"text": None}], "content[0]: is of type None; must be a text part"),
     ],
 )
@@ -83,6 +85,16 @@ def test_a_tool_call_says_the_same_with_or_without_type_id_or_quotes(sent):
     message = canonical({"role": "assistant", "content": None, "tool_calls": [sent]})
     assert message_key(message) == ("assistant", "", (("add", '{"a": 2}'),))
     assert message["tool_calls"][0]["type"] == "function"
+
+
+def test_who_of_several_users_speaks_counts_and_names_of_results_and_agents_do_not():
+    def key(role: str, **name: str) -> Any:
+        return message_key(canonical({"role": role, "content": "x", **name}))
+
+    for role in ("user", "system"):
+        assert len({key(role), key(role, name="ann"), key(role, name="bob")}) == 3
+    for role in ("assistant", "tool"):
+        assert key(role) == key(role, name="ann")
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])

@@ -9,10 +9,10 @@ import pytest
 from areal_ray.core.turn import TurnRequest
 from areal_ray.gateway.call import CallError
 from areal_ray.gateway.call_limits import CallLimits
-from areal_ray.gateway.off_loop import LARGE_CHARACTERS
+from areal_ray.gateway.off_loop import LARGE_CHARACTERS, OF_A_TOKEN
 from tests.support.gateway import Gateway, ask, make_gateway
 from tests.support.scripted_sampler import Said
-from tests.unit.test_answer import begun, read
+from tests.unit.test_answer import answered, begun, read
 
 SHORT = [{"role": "user", "content": "2+3?"}]
 LONG = [
@@ -108,3 +108,41 @@ def test_a_conversation_that_fills_the_context_is_refused_and_closed():
             await begun(small, messages=LONG[:101])
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"logprobs": True}])
+def test_the_loop_goes_on_while_a_long_reply_is_read_and_a_short_one_waits_for_none(more):
+    async def go() -> None:
+        for num_words, goes_on in ((1, False), (LARGE_CHARACTERS // OF_A_TOKEN, True)):
+            said = Said("word " * num_words, chunk_tokens=LARGE_CHARACTERS)
+            asked = make_gateway([said], limits=CallLimits(1 << 20, 1 << 20))
+            answer = await begun(asked, messages=SHORT, **more)
+            assert bool(await ticks_during(answered(answer, **more))) == goes_on
+            assert asked.recorder.num_turns == 1
+
+    asyncio.run(go())
+
+
+def test_a_call_that_is_cancelled_while_its_long_reply_is_read_has_it_recorded_once():
+    over: list[tuple[int, str]] = []
+
+    async def go() -> Gateway:
+        said = Said("word " * LARGE_CHARACTERS)
+        asked = make_gateway([said], limits=CallLimits(1 << 20, 1 << 20))
+        asked.door.record().turn_over = lambda turn_id, reply_id: over.append((turn_id, reply_id))
+        answer = await begun(asked, messages=SHORT)
+        task = asyncio.ensure_future(answer.whole())
+        await asyncio.sleep(0)
+        for _ in range(2):  # who cancels twice gets it no sooner
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        answer.abandon("the call broke off")
+        assert over == [(0, answer.opening.id)]
+        return asked
+
+    asked = asyncio.run(go())
+    assert asked.recorder.num_turns == 1
+    assert asked.recorder.left_out == {}

@@ -218,6 +218,16 @@ def test_the_result_of_a_call_in_the_text_keeps_the_agent_s_id():
     assert model.text(line.token_ids).count("17+25</tool>") == 1
 
 
+def test_two_users_who_say_the_same_are_two_prompts():
+    shows_names = TPL_T.replace("[{{ m.role }}]", "[{{ m.role }}{{ m.name or '' }}]")
+    model = RecordedModel(source=shows_names)
+    for name in ("ann", "bob"):
+        model.say([{**user("hi"), "name": name}], "hello")
+    assert [model.text(ids) for ids in model.prompts.values()] == [
+        f"[user{name}]hi[/]\n[assistant]" for name in ("ann", "bob")
+    ]
+
+
 def test_a_billing_line_of_each_request_breaks_no_line():
     model = RecordedModel()
     said = model.say([system("x-billing: cch=ab12;\nbe good"), user("a")], "b")

@@ -1,6 +1,7 @@
 """Replies read back from sampled text: reasoning, what is said, tool calls; in any chunks."""
 
 import json
+import time
 from functools import cache
 from typing import Any
 
@@ -511,3 +512,16 @@ def test_one_character_at_a_time_is_the_same_as_all_at_once(call):
     pieces = [piece for letter in text for piece in parser.feed(letter)] + parser.finish()
     assert joined(pieces) == reader.read(text, TOOLS, OUTSIDE, key="turn")
     assert said(joined(pieces))[:2] == ("a </thin b", "hi <tool")
+
+
+def test_a_model_that_repeats_the_end_mark_inside_a_string_costs_no_more_than_reading_it():
+    """Each token must not have all end marks before it tried anew: the loop has other streams."""
+    parser = replies().parser(TOOLS, OUTSIDE)
+    text = CALL[:-13].rstrip().removesuffix("}}") + ', "s": "' + "</tool_call>" * 1500
+    began = time.process_time()
+    pieces = [piece for at in range(0, len(text), 8) for piece in parser.feed(text[at : at + 8])]
+    assert time.process_time() - began < 4.0
+    assert not [piece for piece in pieces if isinstance(piece, TextPiece)]
+    pieces += [*parser.feed('"}}</tool_call>'), *parser.finish()]
+    (told,) = parser.reply.tool_calls
+    assert json.loads(told.arguments)["s"] == "</tool_call>" * 1500

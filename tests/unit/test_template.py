@@ -84,13 +84,14 @@ def test_a_conversation_the_template_refuses_is_a_value_error_that_lists_the_rol
         template.render(twice)
 
 
-def test_a_tool_schema_renders_the_same_whatever_its_key_order_or_null_fields():
+def test_a_tool_schema_renders_the_same_whatever_its_key_order_null_fields_or_strictness():
     source = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     template = ChatTemplate(letter_tokenizer(), source)
     one = {"type": "function", "function": {"name": "f", "description": None}}
-    two = {"function": {"name": "f"}, "type": "function"}
     asked = [{"role": "user", "content": "x"}]
-    assert template.render(asked, [one]) == template.render(asked, [two])
+    for more in ({}, {"strict": True}, {"strict": False}, {"parameters": None}):
+        two = {"function": {**more, "name": "f"}, "type": "function"}
+        assert template.render(asked, [one]) == template.render(asked, [two])
 
 
 def test_a_tokenizer_without_chat_template_is_a_data_error():

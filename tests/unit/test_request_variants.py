@@ -1,0 +1,251 @@
+"""What clients send otherwise than most do, in every dialect: the same comes of it."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai import pydantic_function_tool
+from pydantic import BaseModel
+
+from areal_ray.gateway.call import CallHints
+from areal_ray.gateway.openai_chat import OpenAIChat
+from areal_ray.gateway.recorder import Recorder
+from tests.support.gateway import Answered, Gateway, ask, make_gateway
+from tests.support.request_bodies import DIALECTS
+from tests.support.scripted_sampler import Said
+from tests.support.templates import TPL_A, TPL_X, letter_tokenizer
+
+PATHS = {name: spoken.path for name, spoken in DIALECTS.items()}
+FIELDS = {name: spoken.history for name, spoken in DIALECTS.items()}
+USER = {"role": "user", "content": "q"}
+RESULT = {
+    "chat": {"role": "tool", "tool_call_id": "t1", "content": "5"},
+    "responses": {"type": "function_call_output", "call_id": "t1", "output": "5"},
+    "messages": {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "5"}],
+    },
+}
+LINE_ENDS = "\x85\u2028\u2029"
+
+
+def asked(
+    dialect: str, history: Any, chat_template: str = TPL_A, said: str = "hi", **fields: Any
+) -> tuple[Gateway, Answered]:
+    """A gateway, and what it answers to a conversation."""
+    gateway = make_gateway([Said(said)], tokenizer=letter_tokenizer(), chat_template=chat_template)
+    body = {FIELDS[dialect]: history, **fields}
+    return gateway, asyncio.run(ask(gateway, body, path=PATHS[dialect]))
+
+
+def prompt(gateway: Gateway) -> str:
+    """What the model saw last."""
+    return str(gateway.sampler.tokenizer.decode(gateway.sampler.requests[-1].prompt_ids))
+
+
+def told(dialect: str, answer: Answered) -> str:
+    """Of an error in the dialect's own shape."""
+    return str(DIALECTS[dialect].error(answer.json())["message"])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "refusal", "refusal": "no"}, "no"),
+        ({"type": "text", "text": None}, ""),
+        ({"type": "output_text", "text": "yes"}, "yes"),
+    ],
+)
+def test_a_refusal_was_said_and_null_is_no_text(dialect, part, said):
+    history = [USER, {"role": "assistant", "content": [part]}, USER]
+    gateway, answer = asked(dialect, history)
+    assert answer.status == 200
+    assert prompt(gateway) == f"[user]q[/]\n[assistant]{said}[/]\n[user]q[/]\n[assistant]"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_text_that_is_none_is_a_400_that_names_the_part_and_is_not_left_out(dialect):
+    part = {"type": "text", "text": 5}
+    _, answer = asked(dialect, [USER, {"role": "user", "content": ["x", part]}])
+    assert answer.status == 400
+    assert told(dialect, answer).startswith(f"{FIELDS[dialect]}[1].content[1].text: is ")
+
+
+def test_what_chat_says_in_fields_of_their_own_is_said():
+    history = [
+        USER,
+        {"role": "assistant", "content": None, "refusal": "never"},
+        USER,
+        {"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}},
+        {"role": "function", "name": "add", "content": "5"},
+    ]
+    gateway, _ = asked("chat", history)
+    assert prompt(gateway) == (
+        "[user]q[/]\n[assistant]never[/]\n[user]q[/]\n[assistant]<c add>[/]\n[tool]5[/]\n"
+        "[assistant]"
+    )
+    broken = [USER, {"role": "assistant", "function_call": {"name": 5}}]
+    assert told("chat", asked("chat", broken)[1]).startswith("messages[1].tool_calls[0].")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_result_without_its_call_is_a_400_that_names_both(dialect):
+    _, answer = asked(dialect, [USER, RESULT[dialect]])
+    assert answer.status == 400
+    assert told(dialect, answer).startswith(f"{FIELDS[dialect]}[1]")
+    assert "t1" in told(dialect, answer)
+
+
+@pytest.mark.parametrize("dialect", ["responses", "messages"])
+def test_a_turn_without_a_call_before_it_makes_no_result_of_one(dialect):
+    """In chat it may: agents there read calls out of the text themselves."""
+    history = [USER, {"role": "assistant", "content": "x"}, RESULT[dialect]]
+    _, answer = asked(dialect, history, instructions="s", system="s")
+    assert answer.status == 400
+    assert told(dialect, answer).startswith(f"{FIELDS[dialect]}[2]: 't1'")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refused_conversation_is_a_400_that_names_the_place_in_the_clients_own_body(
+    dialect, stream
+):
+    """Instructions beside the conversation are a message to the template, and none to the client;
+    what the client sends as one may be several, and several one."""
+    lead = [{"role": "developer", "content": "s"}] if dialect == "chat" else []
+    turns = {
+        "chat": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "t1", "function": {"name": "add", "arguments": "{}"}}],
+            },
+            RESULT["chat"],
+        ],
+        "responses": [
+            {"type": "reasoning", "summary": []},
+            {"type": "function_call", "call_id": "t1", "name": "add", "arguments": "{}"},
+            RESULT["responses"],
+        ],
+        "messages": [
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t1", "name": "add", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [*RESULT["messages"]["content"], {"type": "text", "text": "and?"}],
+            },
+        ],
+    }
+    history = [*lead, USER, *turns[dialect], USER, USER]
+    wrong = len(history) - (2 if dialect == "messages" else 1)
+    _, answer = asked(
+        dialect, history, TPL_X, stream=stream, instructions="s", system="s", max_tokens=5
+    )
+    assert answer.status == 400
+    assert answer.headers["content-type"] == "application/json"
+    assert told(dialect, answer).startswith(f"{FIELDS[dialect]}[{wrong}]: the chat template")
+
+
+def test_places_are_those_of_the_body_also_where_a_reply_is_gone_on_from():
+    async def go() -> None:
+        gateway = make_gateway([Said("hi")], tokenizer=letter_tokenizer(), chat_template=TPL_X)
+        reply = await ask(gateway, {"input": "q", "instructions": "s"}, path=PATHS["responses"])
+        named = {"previous_response_id": reply.json()["id"], "instructions": "s"}
+        for items, wrong in (([USER, USER], "input[1]"), ("q", "")):
+            answer = await ask(gateway, {**named, "input": items}, path=PATHS["responses"])
+            assert answer.status == (400 if wrong else 200)
+            if wrong:
+                assert told("responses", answer).startswith(f"{wrong}: ")
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("dialect", [*DIALECTS, "completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_the_line_ends_of_its_format_alone(dialect, stream):
+    """Python's own splitlines knows more of them, and clients use it."""
+    gateway = make_gateway([Said(f"a{LINE_ENDS}b")], tokenizer=None)
+    history = {"prompt": "q"} if dialect == "completions" else {FIELDS[dialect]: [USER]}
+    path = PATHS.get(dialect, "/v1/completions")
+    answer = asyncio.run(ask(gateway, {**history, "stream": stream, "model": "m"}, path=path))
+    assert answer.status == 200
+    assert not set(answer.text) & set(LINE_ENDS)
+    assert all(f"\\u{ord(mark):04x}" in answer.text for mark in LINE_ENDS)
+    lines = answer.text.splitlines() if stream else [answer.text]
+    for line in lines:
+        kind, _, content = line.partition(": ")
+        if stream and kind == "data" and content != "[DONE]":
+            json.loads(content)
+        assert not stream or kind in ("", "data", "event")
+
+
+class Add(BaseModel):
+    """Adds."""
+
+    a: int
+    b: int | None = None
+
+
+def test_a_typed_tool_is_shown_alike_in_every_dialect_and_in_process():
+    shows = "{{ tools | tojson if tools else '' }}" + TPL_A
+    typed: Any = pydantic_function_tool(Add)
+    function = json.loads(json.dumps(typed["function"]))
+    assert function["strict"] is True
+    anthropic = {"name": function["name"], "input_schema": function["parameters"]}
+    spelled = {
+        "chat": typed,
+        "responses": {"type": "function", **function},
+        "messages": {**anthropic, "description": function["description"], "type": "custom"},
+    }
+    shown = set()
+    for dialect, tool in spelled.items():
+        gateway, answer = asked(dialect, [USER], shows, tools=[tool])
+        assert answer.status == 200
+        shown.add(prompt(gateway))
+    template = gateway.service.answers.template
+    ids = Recorder(template).open_turn([USER], [typed]).prompt_ids.tolist()
+    shown.add(gateway.sampler.tokenizer.decode(ids))
+    assert len(shown) == 1
+    assert "Adds." in shown.pop()
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_list_of_allowed_tools_asks_for_a_call_where_it_says_so(mode):
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    call = OpenAIChat().read({"messages": [USER], "tool_choice": choice}, CallHints())
+    assert call.tool_choice == mode
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "DELETE"])
+def test_another_method_is_a_405_with_those_there_are_in_the_dialects_shape(dialect, method):
+    gateway = make_gateway([Said("hi")])
+    answer = asyncio.run(ask(gateway, b"", method=method, path=PATHS[dialect]))
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert told(dialect, answer) == f"method: is {method}; must be POST"
+
+
+def test_what_is_not_there_is_a_404_in_the_shape_of_the_dialect_that_it_looks_like():
+    gateway = make_gateway([Said("hi")])
+    for dialect in DIALECTS:
+        answer = asyncio.run(ask(gateway, {}, path=f"{PATHS[dialect]}/batches"))
+        assert answer.status == 404
+        assert f"{PATHS[dialect]}/batches" in told(dialect, answer)
+    for path in ("/health", "/v1/models"):
+        answer = asyncio.run(ask(gateway, {}, path=path))
+        assert (answer.status, answer.headers["allow"]) == (405, "GET")
+
+
+@pytest.mark.parametrize(
+    "path", ["//v1/chat/completions", "/v1//chat/completions/", "/s/x//v1/models"]
+)
+def test_a_base_url_that_ends_with_a_slash_is_the_same(path):
+    gateway = make_gateway([Said("hi")])
+    method = "GET" if path.endswith("models") else "POST"
+    body: Any = b"" if method == "GET" else {"messages": [USER]}
+    assert asyncio.run(ask(gateway, body, method=method, path=path)).status == 200
+    assert asyncio.run(ask(gateway, b"", method="GET", path="//health")).status == 200
