@@ -21,8 +21,9 @@ before it samples. Nothing else has to be told. A loop that raises ends the run 
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_ray.core.ledger import Lease
 from areal_ray.core.queue import Ticket
@@ -31,8 +32,13 @@ from areal_ray.core.versions import oldest_allowed
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.errors import ActorLost, DataError, DeadlineExceeded
+from areal_ray.records import Records
 from areal_ray.run import PairRun, Run, ServingRun, SftRun
 from areal_ray.telemetry.log import redact
+
+T = TypeVar("T")
+Services = Mapping[str, Mapping[str, str]]
+"""How each actor does, by service and name."""
 
 
 async def train(run: Run) -> None:
@@ -239,50 +245,87 @@ async def serve(run: ServingRun) -> None:
 async def fit(run: SftRun) -> None:
     """kind: sft, and distill on given conversations. Phases of supervised steps on the learner
     actors; no rollouts, no versions."""
+    await telling(run.records, take_phases(run), run.progress, run.watch_every_s)
+
+
+async def take_phases(run: SftRun) -> None:
+    """Phase after phase, those left out that ended before the run was resumed."""
     for index, phase in enumerate(run.phases):
-        if run.has_ended(index):  # before the run was resumed
+        if run.has_ended(index):
             continue
         begins_at, seen = run.steps_before(index), None
         if phase.is_look_due(run.step - begins_at):  # resumed there: by it the run went on or not
-            seen = await run.learners.sft_evaluate(index)
+            seen = await look_at(run, index)
         while not phase.is_finished(run.step - begins_at, seen):
             if run.stopping.is_set():
                 return
             taken = run.step - begins_at
-            stats = await run.bounded(
-                run.learners.sft_step(index, run.rows.taken), f"step {run.step + 1} of the learner"
-            )
+            step = run.learners.sft_step(index, run.rows.taken)
+            stats = await run.awaited(step, f"step {run.step + 1} of the learner")
             run.step += 1
             run.rows.taken += phase.batch_size
             run.records.fitted(run.step, stats)
             if phase.is_look_due(taken + 1):
-                seen = await run.learners.sft_evaluate(index)
+                seen = await look_at(run, index)
                 run.records.event(f"step {run.step}: {phase.described(seen)}")
-            await run.checkpoints.save_if_due(run)
+            await save(run)
         run.end_phase()
         check_reached(index, phase, seen)
 
 
+async def look_at(run: SftRun, phase: int) -> SftEvaluation:
+    """How well held-out conversations of a phase are reproduced."""
+    return await run.awaited(run.learners.sft_evaluate(phase), "a look at held-out conversations")
+
+
 async def prefer(run: PairRun) -> None:
     """kind: dpo and reward_model. Steps on pairs of answers on the learner actors."""
+    await telling(run.records, take_pairs(run), run.progress, run.watch_every_s)
+
+
+async def take_pairs(run: PairRun) -> None:
+    """Step after step, with looks at held-out pairs between."""
     if run.step == 0:
         await compare(run)
     while run.step < run.steps and not run.stopping.is_set():
-        stats = await run.bounded(
-            run.learners.pair_step(run.rows.taken), f"step {run.step + 1} of the learner"
-        )
+        step = run.learners.pair_step(run.rows.taken)
+        stats = await run.awaited(step, f"step {run.step + 1} of the learner")
         run.step += 1
         run.rows.taken += run.config.batch_size
         run.records.fitted(run.step, stats)
         await compare(run)
-        await run.checkpoints.save_if_due(run)
+        await save(run)
 
 
 async def compare(run: PairRun) -> None:
     """Look at held-out pairs, if it is time to."""
     if run.config.is_look_due(run.step):
-        seen = await run.bounded(run.learners.pair_evaluate(), "a look at held-out pairs")
+        seen = await run.awaited(run.learners.pair_evaluate(), "a look at held-out pairs")
         run.records.compared(run.step, seen)
+
+
+async def save(run: SftRun | PairRun) -> None:
+    """Write a checkpoint, if it is time to."""
+    with run.waits.waiting("driver", "a checkpoint"):
+        await run.checkpoints.save_if_due(run)
+
+
+async def telling(
+    records: Records, work: Awaitable[T], services: Callable[[], Services], every_s: float = 1.0
+) -> T:
+    """Await the work of a run without a `watch`; what it waits for is told meanwhile."""
+
+    async def tell() -> None:
+        while True:
+            records.status({}, services())
+            await asyncio.sleep(every_s)
+
+    async with asyncio.TaskGroup() as beside:
+        teller = beside.create_task(tell(), name="tell")
+        try:
+            return await work
+        finally:
+            teller.cancel()
 
 
 def check_reached(index: int, phase: SftPhase, seen: SftEvaluation | None) -> None:

@@ -78,6 +78,15 @@ class LearnerRun:
                 f"{what} took more than {limit_s:g} s. Raise deadlines.step_s if that is normal"
             ) from None
 
+    async def awaited(self, work: Awaitable[T], what: str) -> T:
+        """`bounded`, and said to be waited for."""
+        with self.waits.waiting("driver", what):
+            return await self.bounded(work, what)
+
+    def progress(self) -> dict[str, dict[str, str]]:
+        """How far the learner is, for the display."""
+        return {"training": {"learner": f"step {self.step} of {self.steps}"}}
+
     async def until_stopped(
         self, work: Awaitable[T], deadline: float | None = None, *, grace_s: float = 0.0
     ) -> T | None:
@@ -317,7 +326,7 @@ class Run(LearnerRun):
         return {
             "inference": {n: t for n, t in told.items() if n.startswith(("rollout", "evaluation"))},
             "agent": {n: t for n, t in told.items() if n in agents or n.startswith("reward")},
-            "training": {"learner": f"step {self.step} of {self.steps}"},
+            **self.progress(),
             "weights": {"param-sync": f"version {self.version}"},
         }
 

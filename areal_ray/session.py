@@ -27,7 +27,7 @@ from areal_ray.assembly import (
 from areal_ray.beginning import record_beginning
 from areal_ray.core.journal import resumption
 from areal_ray.core.ledger import Ledger
-from areal_ray.driver import fit, prefer, serve, train
+from areal_ray.driver import fit, prefer, serve, telling, train
 from areal_ray.ending import close_records, report_on, root_cause, summary_of
 from areal_ray.errors import ActorLost, ArealRayError, PlacementError, PublishError, StorageError
 from areal_ray.gateway.keys import hash_key
@@ -270,7 +270,9 @@ class Session:
         records = self._open_records(begin, None)
         service = await start_eval(graph, records.event)
         self._begin(0, begin)
-        records.evaluated(await service.score(Pinned(begin.step, Committed(begin.version))))
+        scored = service.score(Pinned(begin.step, Committed(begin.version)))
+        with self._waits.waiting("driver", "the scores of the held-out tasks"):
+            records.evaluated(await telling(records, scored, dict))
 
     async def _serve(self, graph: ActorGraph, begin: StartPoint) -> None:
         run, self.gateway = await _start_inference(graph, self._open_records(begin, None))

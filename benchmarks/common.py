@@ -167,9 +167,13 @@ def machine_load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
-def options(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options that every benchmark has."""
+def options(
+    description: str | None, arguments: Sequence[str] | None, **own: dict[str, Any]
+) -> argparse.Namespace:
+    """The options that every benchmark has, and its own: name and what argparse is told."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    for name, how in own.items():
+        parser.add_argument(f"--{name}", **how)
     parser.add_argument("--quick", action="store_true", help="few, short rounds")
     parser.add_argument("--rounds", type=int, help="interleaved rounds, at least 5 for a figure")
     parser.add_argument("--json", type=Path, help="where to write the figures")

@@ -1,6 +1,6 @@
 """Publishing weights against a bare gloo broadcast of the same bytes, side by side.
 
-    python -m benchmarks.publish [--quick] [--rounds N] [--json FILE]
+    python -m benchmarks.publish [--quick] [--rounds N] [--json FILE] [--link GBIT]
 
 Ours is the whole publish between real actors: pack, send, digests on both sides, verify, swap into
 a real engine, commit. Bare is one broadcast of one flat tensor between as many processes
@@ -11,14 +11,22 @@ standstill is measured). A figure is the median over the rounds.
 
 The canary is part of it: the replicas look at their live tensors and, unless the way is without a
 `probe`, compute the fixed prompt of a recipe that says nothing; what the learner takes of it at the
-end of a step is no part of a publish. `speed` is with all of that, `way` without the canary.
+end of a step is no part of a publish. `staged` is the speed until every byte is verified, `speed`
+with all of that, `way` without the canary.
 
 Ways: `memory` = the default, replicas on the learner's node read its memory; `wire` = all bytes
 over gloo, as to other nodes; `changes` = over gloo with `weights.full_every`, where 1 % of the
 elements changed. `memory` and `wire` in float32, `changes` in bfloat16 (twice the elements).
+
+Loopback between two processes takes the processor time of two machines out of one, and is what
+`wire` is bound by. `--link 10` holds it to 10 Gbit/s, as between two nodes, in a network namespace
+of its own (Linux, root, iproute2), and runs the ways over the wire alone.
 """
 
+import argparse
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -72,6 +80,12 @@ ALL = (
     ("256 MB", 1, "wire no probe"),
     ("512 MB", 1, "memory"),
     ("512 MB", 1, "memory no probe"),
+    ("512 MB", 1, "wire"),
+    ("512 MB", 1, "wire bfloat16"),
+    ("512 MB", 1, "changes"),
+)
+OVER_A_LINK = (
+    *(("256 MB", replicas, "wire") for replicas in (1, 2)),
     ("512 MB", 1, "wire"),
     ("512 MB", 1, "wire bfloat16"),
     ("512 MB", 1, "changes"),
@@ -198,6 +212,7 @@ def compare(size: str, replicas: int, way: str, rounds: int) -> dict[str, Any]:
         "publish_s": publish_s,
         "stage_s": median(report.stage_s for report in at_rest),
         "canary_s": median(canary_s(report) for report in at_rest),
+        "speed_staged": median(bare / one.stage_s for bare, one, _ in seen),
         "speed_of_bare": median(bare / one.seconds for bare, one, _ in seen),
         "speed_of_way": median(bare / (one.seconds - canary_s(one)) for bare, one, _ in seen),
         "sampling_publish_s": median(report.seconds for report in sampling),
@@ -224,7 +239,7 @@ def shapes_of(folder: Path) -> Shapes:
 
 COLUMNS = (
     ("weights", 8), ("replicas", 8), ("way", 15), ("MB", 6), ("bare ms", 8), ("publish ms", 10),
-    ("staging", 8), ("canary ms", 9), ("speed", 7), ("way", 7), ("sampling ms", 11),
+    ("staging", 8), ("canary ms", 9), ("staged", 7), ("speed", 7), ("way", 7), ("sampling ms", 11),
     ("still ms", 8), ("share", 6),
 )  # fmt: skip
 
@@ -240,6 +255,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{1e3 * row['publish_s']:.1f}",
         f"{1e3 * row['stage_s']:.1f}",
         f"{1e3 * row['canary_s']:.1f}",
+        f"{row['speed_staged']:.2f}x",
         f"{row['speed_of_bare']:.2f}x",
         f"{row['speed_of_way']:.2f}x",
         f"{1e3 * row['sampling_publish_s']:.1f}",
@@ -254,10 +270,24 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _behind_a_link(gbit: float, arguments: Sequence[str] | None) -> int:
+    """Run again where loopback is as slow as a network; the exit code."""
+    link = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gbit:g}gbit"
+    again = [sys.executable, "-m", "benchmarks.publish", "--inside", *(arguments or sys.argv[1:])]
+    shell = f'{link} burst 4mb latency 50ms && exec "$@"'
+    return subprocess.run(["unshare", "--net", "sh", "-c", shell, "sh", *again]).returncode
+
+
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Run, print the table, write JSON if asked."""
-    parsed = options(__doc__, arguments)
+    link = {"type": float, "metavar": "GBIT", "help": "hold loopback to so many Gbit/s"}
+    inside = {"action": "store_true", "help": argparse.SUPPRESS}
+    parsed = options(__doc__, arguments, link=link, inside=inside)
+    if parsed.link and not parsed.inside:
+        sys.exit(_behind_a_link(parsed.link, arguments))
     cases, rounds = (QUICK, 5) if parsed.quick else (ALL, parsed.rounds or 9)
+    if parsed.link:
+        cases = OVER_A_LINK
     ray.init(
         address="local",  # not whatever Ray happens to run on this machine
         num_cpus=8,

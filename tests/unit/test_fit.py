@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from areal_ray.driver import fit, prefer
+from areal_ray.ending import root_cause
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation, SftPhase, SftUntil
@@ -49,7 +50,7 @@ class Actors:
         self.states[run.step] = run.state_dict()
 
 
-def common(folder: Path, actors: Actors) -> dict[str, Any]:
+def common(folder: Path, actors: Actors, told: Any = len) -> dict[str, Any]:
     config = TelemetryConfig(console="off", tensorboard=False, ray_metrics=False)
     waits = WaitBoard()
     records = Records(
@@ -58,7 +59,7 @@ def common(folder: Path, actors: Actors) -> dict[str, Any]:
         waits=waits,
         admission=None,
         tally=RunTally(),
-        write_status=lambda status: None,
+        write_status=told,
     )
     return {
         "deadlines": DeadlinesConfig(),
@@ -87,6 +88,26 @@ def test_phases_take_the_rows_that_they_would_have_taken_wherever_the_break_was(
     again = Actors(taken=straight.taken[:at])
     asyncio.run(fit(resumed(sft_run(tmp_path / "b", again), straight.states[at])))
     assert again.taken == straight.taken
+
+
+def test_a_slow_step_says_what_it_is_and_how_far_the_run_is(tmp_path):
+    actors, told = Actors(), []
+    run = SftRun(
+        steps=99, rows=RowCursor(3), phases=PHASES, watch_every_s=0.01,
+        **common(tmp_path, actors, told.append),
+    )  # fmt: skip
+
+    async def slow(phase: int, first: int) -> StepStats:
+        await asyncio.sleep(0.2)
+        raise DataError("a row is bad")
+
+    actors.sft_step = slow
+    with pytest.raises(ExceptionGroup) as ended:
+        asyncio.run(fit(run))
+    assert str(root_cause(ended.value)) == "a row is bad"
+    assert told[-1]["waits"] == {"driver": "step 1 of the learner"}
+    assert told[-1]["services"] == {"training": {"learner": "step 0 of 99"}}
+    assert len(told) > 1
 
 
 def test_another_batch_goes_on_at_the_row_where_the_last_one_ended(tmp_path):
