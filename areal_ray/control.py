@@ -66,7 +66,11 @@ def ask_to_scale(folder: Path, sizes: Mapping[str, int], *, patience_s: float) -
         DeadlineExceeded: It did not answer in time.
     """
     if not read_status(folder).is_running:
-        raise RecipeError(f"run {folder.name}: does not go on; nothing was scaled.")
+        keys = " ".join(f"{role}.replicas={count}" for role, count in sizes.items())
+        raise RecipeError(
+            f"run {folder.name}: does not go on; nothing was scaled. To go on with so many: "
+            f"areal-ray resume {folder.name} {keys}"
+        )
     _check_kind(folder)
     name = uuid4().hex
     asked, answered = (folder / _FOLDER / (name + end) for end in (_ASKED, _ANSWERED))

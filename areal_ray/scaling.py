@@ -69,9 +69,15 @@ class Scaling:
         self._records = records
         self._turn = asyncio.Lock()
         self._working: set[asyncio.Task[None]] = set()
+        self._done: dict[str, str] = {}
 
     def look(self) -> None:
-        """See what was asked for since the last look, and begin with it."""
+        """See what was asked for since the last look, and begin with it; answer what has been done.
+
+        Call it after `sizes` have been written where `areal-ray status` reads them: who hears that
+        a run was scaled finds it there.
+        """
+        self._answer_done()
         for name, sizes in self._requests.new():
             task = asyncio.get_running_loop().create_task(self._scale(name, sizes))
             self._working.add(task)
@@ -85,6 +91,11 @@ class Scaling:
         """Leave off; what was begun stays as it is."""
         for task in self._working:
             task.cancel()
+        self._answer_done()
+
+    def _answer_done(self) -> None:
+        for name in list(self._done):
+            self._requests.answer(name, done=self._done.pop(name))
 
     async def _scale(self, name: str, sizes: Mapping[str, int]) -> None:
         async with self._turn:
@@ -96,7 +107,7 @@ class Scaling:
                 self._refuse(name, f"scale: {type(error).__name__}: {error}")
                 raise
             else:
-                self._requests.answer(name, done=done)
+                self._done[name] = done
 
     async def _carried_out(self, sizes: Mapping[str, int]) -> str:
         """What was done."""

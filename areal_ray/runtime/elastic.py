@@ -3,9 +3,9 @@
 One that is added sits in a placement group of its own and takes work once it answers and those who
 call it know it. One that goes is sent nothing more, ends what it has, and gives its place back.
 
-make_room waits for: room in the cluster, bounded by deadlines.placement_s. resize waits for: an
-actor to load, bounded by deadlines.start_s; calls of those that go, bounded by their own time
-limits.
+make_room waits for: room in the cluster, bounded by deadlines.placement_s. resize waits for: actors
+to load, side by side, bounded by deadlines.start_s; calls of those that go, bounded by their own
+time limits.
 """
 
 import asyncio
@@ -83,6 +83,7 @@ class ElasticFleet:
         self._num_named = len(self._seats)
         self._going: set[str] = set()
         self._farewells: set[asyncio.Future[None]] = set()
+        self._welcoming = asyncio.Lock()
 
     def staying(self) -> list[str]:
         """Names of the members that are not on their way out."""
@@ -107,10 +108,10 @@ class ElasticFleet:
         """Bring the fleet to so many members, at least one; there has to be room for them.
 
         Raises:
-            ArealRayError: A new actor did not start. Those added before it stay.
+            ArealRayError: A new actor did not start. Those beside it that did stay.
         """
-        while len(self.staying()) < count:
-            await self._add(self._name(self._num_named))
+        missing = count - len(self.staying())
+        await self._add_all([self._name(self._num_named + number) for number in range(missing)])
         leaving = self.staying()[count:]
         if leaving and self._tell is None:
             await self._remove(leaving)
@@ -120,8 +121,7 @@ class ElasticFleet:
     async def take_back(self, names: Sequence[str]) -> None:
         """Start members that an earlier part of the run left behind, for what they still hold;
         there has to be room for them."""
-        for name in names:
-            await self._add(name)
+        await self._add_all(names)
         self._send_off(names)
 
     def _send_off(self, names: Sequence[str]) -> None:
@@ -147,6 +147,13 @@ class ElasticFleet:
         except ArealRayError as error:
             self._tell(f"{name} cannot leave: {error}")
 
+    async def _add_all(self, names: Sequence[str]) -> None:
+        """Load new members side by side, and wait until each takes work or has failed."""
+        added = await asyncio.gather(*map(self._add, names), return_exceptions=True)
+        for failure in added:
+            if failure is not None:
+                raise failure
+
     async def _add(self, name: str) -> None:
         seat = self._free.pop()
         self._num_named = max(self._num_named, 1 + int(name.rpartition("-")[2]))
@@ -154,8 +161,11 @@ class ElasticFleet:
         try:
             async with asyncio.timeout(self._start_s):
                 await call(name, handle.health.remote())
-            if self._introductions is not None:
-                await self._introductions.welcome(name, handle)
+            async with self._welcoming:  # each list of all that are there builds on the one before
+                if self._introductions is not None:
+                    await self._introductions.welcome(name, handle)
+                self._seats[name] = seat
+                self.fleet.add(name, handle)
         except BaseException as error:
             self._end(handle, seat)
             if isinstance(error, TimeoutError):
@@ -163,8 +173,6 @@ class ElasticFleet:
                     f"{name} did not load within deadlines.start_s = {self._start_s:g}"
                 ) from error
             raise
-        self._seats[name] = seat
-        self.fleet.add(name, handle)
 
     def _name(self, number: int) -> str:
         return f"{self.fleet.role}-{number}"  # never one that was there before

@@ -5,6 +5,7 @@ The driver calls a `Progress`; a thread of the display's own speaks up when noth
 at ever longer intervals: the log of a service that nobody calls stays short.
 """
 
+import re
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ from areal_ray.telemetry.views import (
 _BETWEEN_STEPS_S = 0.5
 """Faster steps share a line: metrics.jsonl has them all."""
 _LONGEST_QUIET_S = 3600.0
+_AGE = re.compile(r", \d+ s\b")
+"""How long the oldest group has been where it is: that alone is no news."""
 
 
 class Progress(Protocol):
@@ -132,11 +135,12 @@ class LineProgress:
         """Say what is awaited, if nothing was said for `heartbeat_s`."""
         now = self._clock()
         told = self._status.line()
-        wait_s = self._quiet_s if told == self._repeated else self._heartbeat_s
+        news = _AGE.sub("", told)
+        wait_s = self._quiet_s if news == self._repeated else self._heartbeat_s
         if now - self._said_at >= wait_s:
             passed = duration_text(now - self._since_s)
             self._say(f"  {passed} since {self._since}: {told}")
-            self._repeated = told
+            self._repeated = news
             self._quiet_s = max(self._heartbeat_s, min(2 * wait_s, _LONGEST_QUIET_S))
 
     def _beat(self) -> None:

@@ -39,7 +39,7 @@ def test_agents_are_added_drained_and_added_again_and_no_group_is_lost(runs: Run
         assert told == "agent: 1 -> 3, reward: 1 -> 2"
         names = {name.split("/")[1] for name in actor_names("scaled")}
         assert {"agent-0", "agent-1", "agent-2", "reward-0", "reward-1"} <= names
-        until(lambda: "actors.agent 3" in _squeezed(describe_run(handle.folder)), "the status")
+        assert "actors.agent 3" in _squeezed(describe_run(handle.folder))
         told = ask_to_scale(handle.folder, {"agent": 1}, patience_s=PATIENCE_S)
         assert told == "agent: 3 -> 1"
         until(lambda: _agents("scaled") == {"agent-0"}, "the agents to be gone")
@@ -82,7 +82,7 @@ def test_rollouts_come_with_the_committed_version_and_go_and_nothing_is_lost(run
         committed = read_steps(handle)[-1]
         told = ask_to_scale(handle.folder, {"rollout": 3}, patience_s=PATIENCE_S)
         assert told == "rollout: 1 -> 3"
-        until(lambda: "actors.rollout 3" in _squeezed(describe_run(handle.folder)), "the status")
+        assert "actors.rollout 3" in _squeezed(describe_run(handle.folder))
         for name in ("rollout-1", "rollout-2"):
             until(lambda name=name: _engine("rollouts", name).sampled_tokens, f"tokens of {name}")
             assert _engine("rollouts", name).version >= committed

@@ -40,7 +40,9 @@ def test_a_run_that_does_not_go_on_is_not_scaled(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["scale", str(tmp_path / "over"), "agent=2"])
     assert ended.value.code == 2
-    assert "does not go on; nothing was scaled" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "does not go on; nothing was scaled" in told
+    assert "areal-ray resume over agent.replicas=2" in told
 
 
 @pytest.mark.parametrize("text", ["kind: sft\n", "kind: eval\n", "kind: distill\nsft: {}\n"])

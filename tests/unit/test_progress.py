@@ -161,6 +161,20 @@ def test_what_is_only_repeated_comes_at_longer_intervals_and_news_at_once():
     assert [line.partition(" since")[0] for line in news[:3]] == ["5 h 30 min"] * 2 + ["5 h 31 min"]
 
 
+def test_a_wait_that_only_grows_older_is_no_news():
+    progress, stream, clock = spoken(heartbeat_s=15.0)
+    progress.start(HEADER)
+    for second in range(1, 3601):
+        clock.now = float(second)
+        oldest = f"32 of 32 groups (oldest: 0/slot-0/0, gateway-0, {second} s, in wait for clients)"
+        progress.on_status(StatusView(waits={"learner": oldest}))
+        progress.beat()
+    progress.stop()
+    said = [line for line in stream.getvalue().splitlines() if "since" in line]
+    assert 5 <= len(said) <= 9, said  # 15, 30, 60 s and so on, in one hour
+    assert ", 15 s, in wait" in said[0]
+
+
 def test_the_heartbeat_comes_by_itself():
     stream = io.StringIO()
     progress = LineProgress(stream, heartbeat_s=0.02)
