@@ -16,9 +16,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from areal_ray.core.numeric import LARGEST_REWARD, as_number, is_reward
-from areal_ray.gateway.answer import PROMPT_FILLS_CONTEXT
 from areal_ray.gateway.call import CallError, CallHints
-from areal_ray.gateway.door import SessionRecord, unknown_key
+from areal_ray.gateway.door import PROMPT_FILLS_CONTEXT, SessionRecord, unknown_key
 from areal_ray.gateway.exchange import Exchange
 from areal_ray.gateway.fields import refuse
 from areal_ray.gateway.keys import hash_key
@@ -50,10 +49,7 @@ class EpisodeSession:
     @property
     def ended_by(self) -> str:
         """Which limit ended it, be it that of the context window; empty if none did."""
-        turns = self.record.recorder.outline()
-        if not self.limit_reached and turns and turns[-1].abort_reason == PROMPT_FILLS_CONTEXT:
-            return f"{PROMPT_FILLS_CONTEXT} window"
-        return self.limit_reached
+        return self.limit_reached or (PROMPT_FILLS_CONTEXT if self.record.is_full else "")
 
 
 class EpisodeDoor:

@@ -72,6 +72,9 @@ class OpenAIChat:
         limits = [read_count(body, name) for name in ("max_tokens", "max_completion_tokens")]
         given = [limit for limit in limits if limit is not None]
         options = body.get("stream_options")
+        top = read_top_logprobs(body)
+        if top and not body.get("logprobs"):
+            refuse("top_logprobs", f"is {top}, and logprobs is not true; it must be with it")
         user = next((body[k] for k in ("user", "prompt_cache_key") if body.get(k)), "")
         return Call(
             model=read_text(body, "model") or "policy",
@@ -85,7 +88,7 @@ class OpenAIChat:
             seed=read_seed(body),
             **read_sampling(body),
             logprobs=bool(body.get("logprobs")),
-            top_logprobs=read_top_logprobs(body),
+            top_logprobs=top,
             **_json_schema(body.get("response_format")),
             strict_tools=strict_names(
                 tool.get("function") for _, tool in read_items(body, "tools")

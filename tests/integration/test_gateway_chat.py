@@ -266,6 +266,10 @@ def test_top_logprobs_are_the_likeliest_tokens_with_the_bytes_of_half_characters
         chunks = await streamed(gateway, **body)
         parts = [c.logprobs.content for x in chunks for c in x.choices if c.logprobs]
         assert [token for part in parts for token in part] == content
+        with pytest.raises(
+            openai.BadRequestError, match="top_logprobs: is 2, and logprobs is not true"
+        ):
+            await whole(gateway, messages=HELLO, top_logprobs=2)
         without = await whole(gateway, messages=HELLO, logprobs=True, top_logprobs=0)
         assert all(not token.top_logprobs for token in without.choices[0].logprobs.content)
         assert [request.top_logprobs for request in gateway.sampler.requests] == [2, 2, 0]
