@@ -12,6 +12,7 @@ generate() and stream() wait for: their result; unblocked by the collector; boun
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -225,10 +226,12 @@ class RolloutClient:
         if pending is None or pending.future.done():
             return
         if result.stop_reason is StopReason.ABORT and not result.error:
-            self._again(lane, pending, "aborted by the engine")
-        else:
-            pending.end(result)
-            del lane.pending[result.request_id]
+            if len(result.token_ids) < pending.request.sampling.max_new_tokens:
+                self._again(lane, pending, "aborted by the engine")
+                return
+            result = replace(result, stop_reason=StopReason.LENGTH)  # it had come to its end
+        pending.end(result)
+        del lane.pending[result.request_id]
 
     # -- death and return ----------------------------------------------------------------------
 
