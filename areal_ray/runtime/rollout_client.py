@@ -227,8 +227,7 @@ class RolloutClient:
             return
         if result.stop_reason is StopReason.ABORT and not result.error:
             if len(result.token_ids) < pending.request.sampling.max_new_tokens:
-                self._again(lane, pending, "aborted by the engine")
-                return
+                return self._again(lane, pending, "aborted by the engine")
             result = replace(result, stop_reason=StopReason.LENGTH)  # it had come to its end
         pending.end(result)
         del lane.pending[result.request_id]
