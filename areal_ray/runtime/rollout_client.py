@@ -225,11 +225,11 @@ class RolloutClient:
         pending = lane.pending.get(result.request_id)
         if pending is None or pending.future.done():
             return
-        if result.stop_reason is StopReason.ABORT and not result.error:
-            if len(result.token_ids) < pending.request.sampling.max_new_tokens:
-                return self._again(lane, pending, "aborted by the engine")
-            result = replace(result, stop_reason=StopReason.LENGTH)  # it had come to its end
-        pending.end(result)
+        is_aborted = result.stop_reason is StopReason.ABORT and not result.error
+        if is_aborted and len(result.token_ids) < pending.request.sampling.max_new_tokens:
+            self._again(lane, pending, "aborted by the engine")
+            return
+        pending.end(replace(result, stop_reason=StopReason.LENGTH) if is_aborted else result)
         del lane.pending[result.request_id]
 
     # -- death and return ----------------------------------------------------------------------
