@@ -46,6 +46,13 @@ class SessionRecord:
 class Door(Protocol):
     """Lets calls in."""
 
+    def identify(self, key: str) -> object:
+        """Who sends this key, whether a call with it would be let in now or not.
+
+        Raises:
+            CallError: 401: it is none of this server's.
+        """
+
     async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
         """The record that a call belongs to.
 
@@ -84,10 +91,14 @@ class OpenDoor:
         self._new_recorder = new_recorder
         self._key_hash = key_hash
 
-    async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
-        """See `Door.enter`; a session in the path means nothing here."""
+    def identify(self, key: str) -> None:
+        """See `Door.identify`."""
         if self._key_hash and not is_same(hash_key(key), self._key_hash):
             raise unknown_key(key)
+
+    async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
+        """See `Door.enter`; a session in the path means nothing here."""
+        self.identify(key)
         return SessionRecord(secrets.token_hex(12), self._new_recorder())
 
     def leave(self, record: SessionRecord) -> None:
