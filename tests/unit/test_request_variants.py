@@ -362,3 +362,22 @@ def test_arguments_however_deep_are_read_or_refused_and_what_was_told_can_be_sen
         assert gateway.service.counts.num_defects == 0
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("said", ["<think>ab", "<think>ab</think>", "<think>ab</think>cd", "cd"])
+@pytest.mark.parametrize("max_tokens", [9, 100])
+def test_items_that_were_streamed_are_those_of_the_whole_reply_wherever_it_is_cut(said, max_tokens):
+    def bare(response: Any) -> Any:
+        named = ("id", "encrypted_content")
+        return [
+            {name: value for name, value in item.items() if name not in named}
+            for item in response["output"]
+        ]
+
+    thinks = TPL_A + "{# <think></think> #}"
+    asks = {"include": ["message.output_text.logprobs"], "max_output_tokens": max_tokens}
+    _, whole = asked("responses", [USER], thinks, said, **asks)
+    _, streamed = asked("responses", [USER], thinks, said, stream=True, **asks)
+    last = streamed.events()[-1]["response"]
+    assert bare(last) == bare(whole.json())
+    assert (last["status"], last["usage"]) == (whole.json()["status"], whole.json()["usage"])
