@@ -26,11 +26,12 @@ from areal_ray.recipe import Recipe
 from areal_ray.records import Records
 from areal_ray.run import PairRun, RowCursor, Run, ServingRun, SftRun
 from areal_ray.runtime.bounds import BoundsService
-from areal_ray.runtime.cluster import environment_secrets
+from areal_ray.runtime.cluster import environment_secrets, head_patience_s
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, call
 from areal_ray.runtime.gateway_config import SessionTerms
 from areal_ray.runtime.gateway_list import GatewayList
+from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.runtime.placement import EVALUATION, EVALUATION_AGENT, PARAM_SYNC
 from areal_ray.runtime.saving import CheckpointService
 from areal_ray.runtime.services import (
@@ -232,10 +233,10 @@ def _tasks(graph: ActorGraph, tell: Callable[[str], None]) -> TaskStream | SlotS
 
 async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> SftRun:
     """The learner actors of a run on given conversations."""
-    sft, rows = graph.recipe.sft, RowCursor(graph.recipe.seed)
+    sft = graph.recipe.sft
     assert sft is not None
     parts = await _learners_alone(graph, sft.planned_steps)
-    run = SftRun(phases=sft.phases, rows=rows, records=records, waits=waits, **parts)
+    run = SftRun(phases=sft.phases, records=records, waits=waits, **parts)
     if graph.begin.state:
         run.load_state_dict(graph.begin.state)
     return run
@@ -243,10 +244,10 @@ async def start_sft(graph: ActorGraph, records: Records, waits: WaitBoard) -> Sf
 
 async def start_pairs(graph: ActorGraph, records: Records, waits: WaitBoard) -> PairRun:
     """The learner actors of a run of kind dpo or reward_model."""
-    preference, rows = graph.recipe.preference, RowCursor(graph.recipe.seed)
+    preference = graph.recipe.preference
     assert preference is not None
     parts = await _learners_alone(graph, preference.steps)
-    run = PairRun(config=preference, rows=rows, records=records, waits=waits, **parts)
+    run = PairRun(config=preference, records=records, waits=waits, **parts)
     if graph.begin.state:
         run.load_state_dict(graph.begin.state)
     return run
@@ -265,6 +266,8 @@ async def _learners_alone(graph: ActorGraph, steps: int) -> dict[str, Any]:
         "deadlines": recipe.deadlines,
         "learners": learner,
         "checkpoints": CheckpointService(recipe.folder, recipe.checkpoint, learner),
+        "rows": RowCursor(recipe.seed),
+        "head": HeadWatch(head_patience_s()),
     }
 
 

@@ -34,6 +34,7 @@ from areal_ray.engines.sft import SftEvaluation, SftPhase
 from areal_ray.errors import ActorLost, DataError, DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.run import PairRun, Run, ServingRun, SftRun
+from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.telemetry.log import redact
 
 T = TypeVar("T")
@@ -245,7 +246,7 @@ async def serve(run: ServingRun) -> None:
 async def fit(run: SftRun) -> None:
     """kind: sft, and distill on given conversations. Phases of supervised steps on the learner
     actors; no rollouts, no versions."""
-    await telling(run.records, take_phases(run), run.progress, run.watch_every_s)
+    await telling(run.records, run.head, take_phases(run), run.progress, run.watch_every_s)
 
 
 async def take_phases(run: SftRun) -> None:
@@ -280,7 +281,7 @@ async def look_at(run: SftRun, phase: int) -> SftEvaluation:
 
 async def prefer(run: PairRun) -> None:
     """kind: dpo and reward_model. Steps on pairs of answers on the learner actors."""
-    await telling(run.records, take_pairs(run), run.progress, run.watch_every_s)
+    await telling(run.records, run.head, take_pairs(run), run.progress, run.watch_every_s)
 
 
 async def take_pairs(run: PairRun) -> None:
@@ -311,13 +312,26 @@ async def save(run: SftRun | PairRun) -> None:
 
 
 async def telling(
-    records: Records, work: Awaitable[T], services: Callable[[], Services], every_s: float = 1.0
+    records: Records,
+    head: HeadWatch,
+    work: Awaitable[T],
+    services: Callable[[], Services],
+    every_s: float = 1.0,
 ) -> T:
-    """Await the work of a run without a `watch`; what it waits for is told meanwhile."""
+    """Await the work of a run without a `watch`; what it waits for is told meanwhile.
+
+    Raises:
+        ActorLost: Ray's head is gone, in a group with what else failed.
+    """
 
     async def tell() -> None:
         while True:
             records.status({}, services())
+            news = await head.look()
+            if news.event:
+                records.event(news.event)
+            if news.gone:
+                raise ActorLost(news.gone)
             await asyncio.sleep(every_s)
 
     async with asyncio.TaskGroup() as beside:

@@ -9,6 +9,7 @@ from pathlib import Path
 from areal_ray.actors import StartPoint
 from areal_ray.core.storage import writing
 from areal_ray.errors import ActorLost, ArealRayError, StorageError
+from areal_ray.kinds import planned_steps
 from areal_ray.recipe import Recipe
 from areal_ray.records import Records
 from areal_ray.run import LearnerRun
@@ -82,7 +83,7 @@ def summary_of(
         kind=recipe.kind,
         outcome=outcome,
         # A phase of supervised training may be prolonged until it has reached what it must.
-        planned_steps=max(state.steps, state.step) if state else recipe.steps,
+        planned_steps=max(state.steps, state.step) if state else planned_steps(recipe),
         version=version if recipe.parts.has_versions else None,
         wall_s=round(time.monotonic() - began_s, 3),
         seed=recipe.seed,

@@ -101,6 +101,14 @@ def parts_of(kind: RunKind, *, has_sft: bool) -> Parts:
     return _OFFLINE if kind == "distill" and has_sft else _KINDS[kind]
 
 
+def planned_steps(recipe: Any) -> int:
+    """Learner steps that a recipe asks for, whatever section says so."""
+    for section in (recipe.sft, recipe.preference):
+        if section is not None:
+            return int(getattr(section, "planned_steps", 0) or section.steps)
+    return int(recipe.steps)
+
+
 def section_problems(recipe: Any) -> Iterator[str]:
     """Sections that a recipe lacks, has in vain, or that do not go together."""
     kind, parts = recipe.kind, parts_of(recipe.kind, has_sft=recipe.sft is not None)

@@ -1,8 +1,9 @@
 """Before the actors: where a run begins, and making the model where the recipe says how."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from areal_ray.actors import StartPoint
 from areal_ray.beginning import check_model, read_beginning
@@ -39,10 +40,12 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
                 f"resume: {recipe.folder} has no whole checkpoint. Start the run anew with "
                 "--overwrite, and checkpoint.every_steps small enough to leave one"
             )
+        _check_seed(beginning.state, recipe)
         check_model(beginning, recipe)
         tell("resumes at step 0: it ended before its first checkpoint")
         return StartPoint(absolute_path(recipe.model_path), state=beginning.state, is_resumed=True)
     state = found.checkpoint.state
+    _check_seed(state, recipe)
     version = f", at version {state['version']}" if recipe.parts.has_versions else ""
     tell(f"resumes after step {state['step']}{version}")
     folder = str(found.checkpoint.folder.resolve())
@@ -56,6 +59,15 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
         state=state,
         is_resumed=True,
     )
+
+
+def _check_seed(state: Mapping[str, Any], recipe: Recipe) -> None:
+    drawn = {**state.get("tasks", {}), **state.get("rows", {})}
+    if drawn.get("seed", recipe.seed) != recipe.seed:
+        raise DataError(
+            f"resume: seed: is {recipe.seed}; must be {drawn['seed']}, which the order of what was "
+            "trained on hangs on. Resume with that, or start a new run"
+        )
 
 
 def _check_adapters(recipe: Recipe, checkpoint: Path) -> None:

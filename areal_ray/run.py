@@ -18,11 +18,12 @@ from areal_ray.core.verdict import Comparison, FailureGuard
 from areal_ray.core.versions import AdmissionConfig
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.sft import SftPhase
-from areal_ray.errors import ArealRayError, DataError, DeadlineExceeded
+from areal_ray.errors import ArealRayError, DeadlineExceeded
 from areal_ray.records import Records
 from areal_ray.runtime.bounds import BoundsService
 from areal_ray.runtime.evaluation import EvaluationService
 from areal_ray.runtime.fleet import Fleet, unheard
+from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.runtime.publish_report import PublishReport
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.runtime.saving import CheckpointService
@@ -119,16 +120,7 @@ class RowCursor:
         return {"taken": self.taken, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Inverse of `state_dict`.
-
-        Raises:
-            DataError: It belongs to another seed: the order would differ.
-        """
-        if state["seed"] != self.seed:
-            raise DataError(
-                f"resume: the checkpoint's rows are in the order of seed = {state['seed']}, this "
-                f"run's of {self.seed}. Resume with the seed it was started with"
-            )
+        """Inverse of `state_dict`; another seed was refused before."""
         self.taken = state["taken"]
 
 
@@ -137,6 +129,7 @@ class SftRun(LearnerRun):
     """A run of kind sft."""
 
     rows: RowCursor
+    head: HeadWatch
     phases: Sequence[SftPhase]
     phase_ends: list[int] = field(default_factory=list)
     """Step at which each finished phase ended."""
@@ -170,6 +163,7 @@ class PairRun(LearnerRun):
     """A run of kind dpo or reward_model."""
 
     rows: RowCursor
+    head: HeadWatch
     config: PreferenceConfig
 
     def state_dict(self) -> dict[str, Any]:

@@ -38,8 +38,9 @@ from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
 from areal_ray.run import LearnerRun, Run, ServingRun
 from areal_ray.run_folder import RunFolder
-from areal_ray.runtime.cluster import Connection, connect, environment_secrets
+from areal_ray.runtime.cluster import Connection, connect, environment_secrets, head_patience_s
 from areal_ray.runtime.evaluation import Pinned
+from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.runtime.publish_report import Committed
 from areal_ray.runtime.session_service import SessionService
 from areal_ray.telemetry.log import run_log
@@ -272,7 +273,8 @@ class Session:
         self._begin(0, begin)
         scored = service.score(Pinned(begin.step, Committed(begin.version)))
         with self._waits.waiting("driver", "the scores of the held-out tasks"):
-            records.evaluated(await telling(records, scored, dict))
+            head = HeadWatch(head_patience_s())
+            records.evaluated(await telling(records, head, scored, dict))
 
     async def _serve(self, graph: ActorGraph, begin: StartPoint) -> None:
         run, self.gateway = await _start_inference(graph, self._open_records(begin, None))

@@ -137,7 +137,9 @@ def _import(module_path: str, reference: str, roots: Sequence[Path], where: str)
 
 
 def _no_such_name(module_path: str, part: str, target: Any) -> str:
-    public = [known for known in vars(target) if not known.startswith("_")]
+    public = {name: known for name, known in vars(target).items() if not name.startswith("_")}
     near = difflib.get_close_matches(part, public, n=1)
-    hint = f"Did you mean '{near[0]}'?" if near else f"It has: {', '.join(sorted(public)[:12])}."
+    own = [n for n, known in public.items() if getattr(known, "__module__", "") == module_path]
+    listed = ", ".join(sorted(own or public)[:12])
+    hint = f"Did you mean '{near[0]}'?" if near else f"It has: {listed or 'nothing'}."
     return f"{module_path} has no '{part}'. {hint}"

@@ -40,11 +40,11 @@ from areal_ray.gateway.call import (
     ChoiceEnd,
 )
 from areal_ray.gateway.call_limits import CallLimits
-from areal_ray.gateway.door import SessionRecord
+from areal_ray.gateway.door import PROMPT_FILLS_CONTEXT, SessionRecord
 from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.off_loop import OF_A_TOKEN, OffLoop, num_characters
 from areal_ray.gateway.prompt_length import PromptTooLong, guessed_tokens
-from areal_ray.gateway.prompt_refusals import refusal, too_long
+from areal_ray.gateway.prompt_refusals import TOO_LONG, refusal, too_long
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.reply_parser import ReplyFormat
 from areal_ray.gateway.template import ChatTemplate
@@ -59,7 +59,6 @@ from areal_ray.gateway.turn_reader import (
 
 _RETRY_S = 1.0
 _COUNTED_TOKENS = 1 << 15
-PROMPT_FILLS_CONTEXT = "the prompt fills the context"
 _CANCELLED = "the call was cancelled"
 
 
@@ -104,12 +103,14 @@ class Answers:
             turn = await self.off_loop.run(num_characters(call), work)
             room = self._room(len(turn.prompt_ids))
         except (CallError, asyncio.CancelledError) as error:
-            why = PROMPT_FILLS_CONTEXT if isinstance(error, CallError) else _CANCELLED
+            record.is_full = isinstance(error, CallError) and error.code == TOO_LONG
+            why = PROMPT_FILLS_CONTEXT if record.is_full else _CANCELLED
             for turn in opened:
                 with recorder.lock:
                     recorder.abort_turn(turn, None, why)
                 record.turn_over(turn.turn_id, "")
             raise
+        record.is_full = False
         with recorder.lock:
             others = [recorder.sibling_turn(turn) for _ in range(call.n - 1)]
         return Answer(self, call, record, [turn, *others], room)
@@ -151,10 +152,9 @@ class Answers:
 
     def _room(self, num_prompt_tokens: int) -> int:
         """Tokens that the context leaves."""
-        context = self.limits.context_tokens
-        if num_prompt_tokens < context:
-            return context - num_prompt_tokens
-        raise too_long(num_prompt_tokens, context)
+        if num_prompt_tokens < self.limits.context_tokens:
+            return self.limits.context_tokens - num_prompt_tokens
+        raise too_long(num_prompt_tokens, self.limits.context_tokens)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """The HTTP edge: every dialect's calls, the model list and probes, under any prefix clients use.
 
 Model calls are answered on bare ASGI, before FastAPI looks at them; its routes are for the rest.
+Probes (`/`, `/health`) need no key, the model list does: with it clients try out theirs.
 `/v1` before a path may be left out or doubled, and `/s/SESSION` before it names a session.
 Whatever goes wrong is told in the dialect's own shape.
 """
@@ -302,11 +303,13 @@ class Edge:
         return await self._service.answers.off_loop.run(size, read)
 
     async def _models(self, exchange: Exchange, _: str) -> None:
+        self._service.door.identify(exchange.key())
         shown = self._shown_model(self._service.model)
         first = {"first_id": shown["id"], "last_id": shown["id"], "has_more": False}
         await exchange.answer(200, {"object": "list", "data": [shown], **first})
 
     async def _model(self, name: str, exchange: Exchange, _: str) -> None:
+        self._service.door.identify(exchange.key())
         await exchange.answer(200, self._shown_model(name))
 
     async def _probe(self, exchange: Exchange, _: str) -> None:

@@ -69,17 +69,21 @@ class BlockReader:
         self._num_blocks = 0
         self._has_said = False
         """Whether any block was no reasoning."""
+        self._unplaced: list[TokenLogprob] = []
+        """Of tokens before the text that were none of it, such as those of the reasoning."""
 
     def read(self, event: CallEvent) -> Iterator[tuple[Step, Block, str]]:
         """What an event does to which block, and the text it adds to it."""
         if isinstance(event, ChoiceEnd):
             if not self._has_said:
-                yield from self._opened(Block(BlockKind.TEXT, self._num_blocks))
+                yield from self._opened(self._text_block())
             yield from self._closed()
         elif isinstance(event, ReasoningDelta):
             yield from self._grown(BlockKind.REASONING, event.text)
         elif isinstance(event, TextDelta):
             yield from self._grown(BlockKind.TEXT, event.text, event.logprobs)
+            if self._open is None or self._open.kind is not BlockKind.TEXT:
+                self._unplaced += event.logprobs
         else:
             if event.name:
                 call = Block(BlockKind.CALL, self._num_blocks, id=event.id, name=event.name)
@@ -93,7 +97,9 @@ class BlockReader:
         self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...] = ()
     ) -> Iterator[tuple[Step, Block, str]]:
         if text and (self._open is None or self._open.kind is not kind):
-            yield from self._opened(Block(kind, self._num_blocks))
+            is_text = kind is BlockKind.TEXT
+            new = self._text_block() if is_text else Block(kind, self._num_blocks)
+            yield from self._opened(new)
         block = self._open
         if block is None or block.kind is not kind:
             return
@@ -101,6 +107,10 @@ class BlockReader:
         if text:
             block.text += text
             yield Step.MORE, block, text
+
+    def _text_block(self) -> Block:
+        logprobs, self._unplaced = self._unplaced, []
+        return Block(BlockKind.TEXT, self._num_blocks, logprobs=logprobs)
 
     def _opened(self, block: Block) -> Iterator[tuple[Step, Block, str]]:
         yield from self._closed()

@@ -53,6 +53,8 @@ class Call:
     wishes: SamplingWishes = SamplingWishes()  # noqa: RUF009 (frozen)
     unserved: tuple[str, ...] = ()
     """Fields that ask for what no engine here does."""
+    passed_on: Mapping[str, Any] = field(default_factory=dict)
+    """What another provider is told beside all this, by its names in Chat Completions."""
     logprobs: bool = False
     top_logprobs: int = 0
     """With `logprobs`: how many of the likeliest tokens are told at each place."""

@@ -14,6 +14,9 @@ from areal_ray.gateway.keys import hash_key, is_same
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.text_record import TextRecord
 
+PROMPT_FILLS_CONTEXT = "the prompt fills the context window"
+"""Why the last call of a session was refused, and with it what the session came to."""
+
 
 def _untold(turn_id: int, reply_id: str) -> None:
     """Nobody wants to know of turns."""
@@ -33,6 +36,8 @@ class SessionRecord:
     texts: TextRecord | None = None
     """What another provider said, where one answers in place of the policy; then the recorder stays
     empty."""
+    is_full: bool = False
+    """Whether the last call was refused because its prompt leaves no room to answer."""
     turn_over: Callable[[int, str], None] = _untold
     """Told the `turn_id` of each turn once the recorder has its end, before the last byte of the
     reply is sent, and the `CallReply.id` that the client knows it by; "" if it got none."""
@@ -40,6 +45,13 @@ class SessionRecord:
 
 class Door(Protocol):
     """Lets calls in."""
+
+    def identify(self, key: str) -> object:
+        """Who sends this key, whether a call with it would be let in now or not.
+
+        Raises:
+            CallError: 401: it is none of this server's.
+        """
 
     async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
         """The record that a call belongs to.
@@ -79,10 +91,14 @@ class OpenDoor:
         self._new_recorder = new_recorder
         self._key_hash = key_hash
 
-    async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
-        """See `Door.enter`; a session in the path means nothing here."""
+    def identify(self, key: str) -> None:
+        """See `Door.identify`."""
         if self._key_hash and not is_same(hash_key(key), self._key_hash):
             raise unknown_key(key)
+
+    async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
+        """See `Door.enter`; a session in the path means nothing here."""
+        self.identify(key)
         return SessionRecord(secrets.token_hex(12), self._new_recorder())
 
     def leave(self, record: SessionRecord) -> None:

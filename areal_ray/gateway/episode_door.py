@@ -16,9 +16,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from areal_ray.core.numeric import LARGEST_REWARD, as_number, is_reward
-from areal_ray.gateway.answer import PROMPT_FILLS_CONTEXT
 from areal_ray.gateway.call import CallError, CallHints
-from areal_ray.gateway.door import SessionRecord, unknown_key
+from areal_ray.gateway.door import PROMPT_FILLS_CONTEXT, SessionRecord, unknown_key
 from areal_ray.gateway.exchange import Exchange
 from areal_ray.gateway.fields import refuse
 from areal_ray.gateway.keys import hash_key
@@ -50,10 +49,7 @@ class EpisodeSession:
     @property
     def ended_by(self) -> str:
         """Which limit ended it, be it that of the context window; empty if none did."""
-        turns = self.record.recorder.outline()
-        if not self.limit_reached and turns and turns[-1].abort_reason == PROMPT_FILLS_CONTEXT:
-            return f"{PROMPT_FILLS_CONTEXT} window"
-        return self.limit_reached
+        return self.limit_reached or (PROMPT_FILLS_CONTEXT if self.record.is_full else "")
 
 
 class EpisodeDoor:
@@ -80,8 +76,8 @@ class EpisodeDoor:
         except TimeoutError:
             pass  # a turn that is still open leaves no trace in the record
 
-    def session(self, key: str) -> EpisodeSession:
-        """The episode of a key.
+    def identify(self, key: str) -> EpisodeSession:
+        """See `Door.identify`: the episode of a key.
 
         Raises:
             CallError: 401: there is none, or it is over.
@@ -93,7 +89,7 @@ class EpisodeDoor:
 
     async def enter(self, key: str, path_session: str, hints: CallHints) -> SessionRecord:
         """See `Door.enter`; a session in the path means nothing here."""
-        session = self.session(key)
+        session = self.identify(key)
         if session.num_turns >= session.max_turns:
             session.limit_reached = f"agent.max_turns = {session.max_turns}"
             raise CallError(410, "session_over", f"{session.limit_reached}: the episode is over")
@@ -123,7 +119,7 @@ def add_reward_route(app: FastAPI, door: EpisodeDoor) -> None:
         """Score the episode of the key; the last call counts."""
         limits = EdgeLimits()
         exchange = Exchange.of_route(request.scope, request.receive, limits)
-        session = door.session(exchange.key())
+        session = door.identify(exchange.key())
         body = parsed(unpacked(await exchange.body(), exchange.encoding, limits), limits)
         if body.get("interaction_id") is not None or body.get("turn") is not None:
             refuse("turn", "an episode is scored as a whole here. Leave it out")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+_MOST_DEPTH = 200
+"""What can be read but barely could not be written or compared at another place."""
 _BLANK = re.compile(r"[ \t\n\r]*")
 _HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -33,9 +35,30 @@ def read_json(text: str) -> Any:
         RecursionError: It is nested too deep.
     """
     value = _DECODER.decode(text)
+    _check_depth(value, text)
     if _HALF_ESCAPED.search(text):
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether a value has more levels of lists and objects in each other."""
+    level: list[Any] = [value]
+    for _ in range(depth):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if type(node) is dict else node)
+            if type(child) is dict or type(child) is list
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _check_depth(value: Any, text: str) -> None:
+    if text.count("[") + text.count("{") > _MOST_DEPTH and is_deeper([value], _MOST_DEPTH + 1):
+        raise RecursionError(f"is nested deeper than {_MOST_DEPTH} levels")
 
 
 class Unfinished(ValueError):
@@ -58,6 +81,7 @@ def value_at(text: str, start: int) -> tuple[Any, int]:
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
+        _check_depth(value, text[start:end])
         if "\\u" in text[start:end]:  # may be half of a surrogate pair
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_ray.gateway.call import CallError
-from areal_ray.gateway.json_text import read_json
+from areal_ray.gateway.json_text import is_deeper, read_json
 
 _GZIP_WINDOW = zlib.MAX_WBITS | 16
 _MOST_MEMBERS = 64
@@ -109,7 +109,8 @@ def parsed(body: bytes, limits: EdgeLimits) -> dict[str, Any]:
         raise _invalid(f"is not JSON: {error}") from error
     if type(found) is not dict:
         raise _invalid(f"is a {_JSON_NAMES.get(type(found), 'value')}; must be an object")
-    _check_depth(found, limits.depth)
+    if is_deeper(found, limits.depth):
+        raise _invalid(f"is nested deeper than {limits.depth} levels")
     for name, items in found.items():
         if type(items) is list and len(items) > limits.num_items:
             raise CallError(
@@ -119,20 +120,6 @@ def parsed(body: bytes, limits: EdgeLimits) -> dict[str, Any]:
                 param=name,
             )
     return found
-
-
-def _check_depth(found: dict[str, Any], depth: int) -> None:
-    level: list[Any] = [found]
-    for _ in range(depth):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if type(node) is dict else node)
-            if type(child) is dict or type(child) is list
-        ]
-        if not level:
-            return
-    raise _invalid(f"is nested deeper than {depth} levels")
 
 
 def _invalid(message: str) -> CallError:

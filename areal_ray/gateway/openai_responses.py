@@ -158,7 +158,8 @@ class ResponsesWriter:
         """See `StreamWriter.write`."""
         is_cut = isinstance(event, ChoiceEnd) and event.whole.stop_reason in _CUT_OFF
         written = b""
-        for step, block, text in self._blocks.read(event):
+        steps = list(self._blocks.read(event))
+        for number, (step, block, text) in enumerate(steps, 1):
             place = {"item_id": self._items.id(block), "output_index": block.index}
             if step is Step.OPEN:
                 empty = self._items.item(block, "in_progress")
@@ -170,7 +171,7 @@ class ResponsesWriter:
             else:
                 written += self._arguments(step, block, text, place)
             if step is Step.CLOSE:
-                is_part = is_cut or block.is_unfinished
+                is_part = (is_cut and number == len(steps)) or block.is_unfinished
                 whole = self._items.item(block, "incomplete" if is_part else "completed")
                 if not block.is_unfinished:  # the whole says what it says where nothing is streamed
                     self._done.append(whole)

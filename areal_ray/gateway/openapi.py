@@ -39,9 +39,13 @@ _FUNCTION: Schema = {
 }
 
 
-def body_of(required: Sequence[str], fields: Mapping[str, Schema]) -> dict[str, Any]:
-    """A request body in JSON with these fields, as OpenAPI has it."""
-    schema = {"type": "object", "properties": dict(fields), "required": list(required)}
+def body_of(
+    required: Sequence[str], fields: Mapping[str, Schema], *, is_closed: bool = False
+) -> dict[str, Any]:
+    """A request body in JSON with these fields, and with none beside them where it is closed, as
+    OpenAPI has it."""
+    schema: dict[str, Any] = {"type": "object", "properties": dict(fields), "required": [*required]}
+    schema |= {"additionalProperties": False} if is_closed else {}
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
@@ -168,7 +172,8 @@ def telling_model_calls(
             for path in getattr(dialect, "count_paths", ()):
                 counts = _post(dialect, f"tokens of a {dialect.name} call", stream=False)
                 told["paths"][f"/v1{path}"] = counts
-        told["paths"]["/v1/models"] = {"get": {"summary": "models", "responses": answers()}}
+        listed = {"summary": "models", "security": list(SECURITY), "responses": answers()}
+        told["paths"]["/v1/models"] = {"get": listed}
         return told
 
     return whole

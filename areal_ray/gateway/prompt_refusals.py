@@ -8,6 +8,7 @@ from areal_ray.gateway.call import Call, CallError
 from areal_ray.gateway.messages import canonical, in_call_order
 from areal_ray.gateway.template import ChatTemplate
 
+TOO_LONG = "context_length_exceeded"
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
@@ -15,7 +16,7 @@ def too_long(num_tokens: int, context_tokens: int) -> CallError:
     """400: agents know an overflow by either of these texts, and read the bound from it."""
     return CallError(
         400,
-        "context_length_exceeded",
+        TOO_LONG,
         f"This model's maximum context length is {context_tokens} tokens, of which at least 1 is "
         f"for the reply; your messages resulted in {num_tokens} tokens: prompt is too long: "
         f"{num_tokens} tokens > {context_tokens - 1} maximum. Shorten them",

@@ -2,6 +2,8 @@
 
 What no engine here can do is told by name: `Answers` refuses it where the client's
 wishes count. Agents that always send all fields, with values that ask for nothing, are served.
+Another provider that answers in place of the policy gets these fields as they came, and judges
+them itself; what names the client's users, keeps its data or costs more is not among them.
 """
 
 from collections.abc import Mapping
@@ -30,10 +32,18 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
 }
 """Names that servers of the same API know -> values that ask for nothing, beside null."""
+_PASSED_ON = ("reasoning_effort", "verbosity", "chat_template_kwargs")
+"""Names that mean nothing to the engines here, and are passed over."""
+_ELSEWHERE: Mapping[tuple[str, str], str] = {
+    ("reasoning", "effort"): "reasoning_effort",
+    ("text", "verbosity"): "verbosity",
+    ("output_config", "effort"): "reasoning_effort",
+}
+"""Where Responses and Messages have the same."""
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `Call`: `temperature`, `top_p`, `wishes` and `unserved`."""
+    """Fields of a `Call`: `temperature`, `top_p`, `wishes`, `unserved` and `passed_on`."""
     wishes = SamplingWishes(
         top_k=_top_k(body),
         min_p=read_number(body, "min_p", 0.0, 1.0),
@@ -42,16 +52,27 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         frequency_penalty=read_number(body, "frequency_penalty", -2.0, 2.0),
         logit_bias=_logit_bias(body),
     )
+    unserved = tuple(
+        name
+        for name, plain in _UNSERVED.items()
+        if body.get(name) is not None and body[name] not in plain
+    )
     return {
         "temperature": read_number(body, "temperature", 0.0, 2.0),
         "top_p": read_number(body, "top_p", 0.0, 1.0),
         "wishes": wishes,
-        "unserved": tuple(
-            name
-            for name, plain in _UNSERVED.items()
-            if body.get(name) is not None and body[name] not in plain
-        ),
+        "unserved": unserved,
+        "passed_on": _passed_on(body, unserved),
     }
+
+
+def _passed_on(body: Mapping[str, Any], unserved: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: body[name] for name in (*unserved, *_PASSED_ON) if body.get(name) is not None}
+    for (outer, inner), name in _ELSEWHERE.items():
+        part = body.get(outer)
+        if type(part) is dict and part.get(inner) is not None:
+            found[name] = part[inner]
+    return found
 
 
 def _top_k(body: Mapping[str, Any]) -> int | None:

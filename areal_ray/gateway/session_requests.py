@@ -264,7 +264,8 @@ class SessionRequests:
                 raise CallError(
                     409,
                     "session_open",
-                    f"session {is_open[0].session_id}: has not ended. End it before its export",
+                    f"session {is_open[0].session_id}: has not ended within wait_s = {wait_s:g}. "
+                    "End it before its export",
                 )
             await asyncio.sleep(_LOOK_S)
             self._rules.sweep()

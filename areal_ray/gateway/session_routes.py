@@ -11,6 +11,7 @@ from areal_ray.core.clock import steady_time
 from areal_ray.gateway.app import Service, make_app
 from areal_ray.gateway.call import CallError
 from areal_ray.gateway.exchange import ClientGone, Exchange, json_bytes
+from areal_ray.gateway.fields import refuse
 from areal_ray.gateway.forwarding import PASSED_ON, Forwarding
 from areal_ray.gateway.limits import EdgeLimits, check_headers, parsed, unpacked
 from areal_ray.gateway.openapi import (
@@ -58,6 +59,9 @@ _BODIES: Mapping[str, tuple[Sequence[str], Mapping[str, Schema]]] = {
     ),
 }
 """What requests need, and all that they may have."""
+_STRICT = ("/rl/start_session", "/rl/set_reward", "/rl/end_session")
+"""Where a field that is not known is refused: of a misspelt `turn` the whole session would have the
+reward. Exports are asked for with options of AReaL's that mean nothing here."""
 _ELSEWHERE = (404, 429)
 """Answers after which another replica is asked."""
 
@@ -103,7 +107,8 @@ class _Routes:
             "/export_trajectories": self._requests.export,
         }
         for path, verb in verbs.items():
-            self._add(app, "POST", path, verb, {"requestBody": body_of(*_BODIES[path])})
+            body = body_of(*_BODIES[path], is_closed=path in _STRICT)
+            self._add(app, "POST", path, verb, {"requestBody": body})
         export = "/export_trajectories"
         _, fields = _BODIES[export]
         self._add(app, "GET", export, verbs[export], {"parameters": query_of(fields)})
@@ -137,6 +142,7 @@ class _Routes:
         except ClientGone:
             return Response(status_code=499)
         asked = self._asked(request, exchange, body)
+        _check_fields(request.url.path, asked)
         is_passed_on = PASSED_ON in exchange.open_headers()
         if is_passed_on and not self._sessions.is_leaving:
             return await _done(verb, asked)
@@ -187,6 +193,16 @@ class _Routes:
         status, content, headers = await self._forwarding.ask(home, request.scope, body)
         kept = {name: headers[name] for name in ("content-type", "retry-after") if name in headers}
         return Response(content, status, kept)
+
+
+def _check_fields(path: str, asked: SessionRequest) -> None:
+    route = path.removeprefix("/v1")
+    if route not in _STRICT:
+        return
+    _, fields = _BODIES[route]
+    for name in asked.body:
+        if name not in fields:
+            refuse(name[:80], f"is no field of {route}; must be one of {', '.join(fields)}")
 
 
 async def _done(verb: _Verb, asked: SessionRequest) -> Response:

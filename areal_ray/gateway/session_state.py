@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from areal_ray.core.trajectory import Outcome, Trajectory
-from areal_ray.gateway.door import SessionRecord
+from areal_ray.gateway.door import PROMPT_FILLS_CONTEXT, SessionRecord
 from areal_ray.gateway.recorder import Recorder
 from areal_ray.gateway.session_journal import JournalRecord
 from areal_ray.gateway.text_record import TurnKeeper
@@ -286,8 +286,13 @@ class Session:
             ValueError: The engine's samples are none that may train.
         """
         reward = self.total_reward
-        outcome = Outcome.UNSCORED if reward is None else Outcome.OK
+        outcome, failure = Outcome.OK, ""
         details: dict[str, Any] = {}
+        if self._is_full():
+            outcome, failure = Outcome.TRUNCATED, PROMPT_FILLS_CONTEXT
+            details["limit_reached"] = failure
+        if reward is None:
+            outcome, failure = Outcome.UNSCORED, NO_REWARD
         if self.turn_rewards:
             details["turn_rewards"] = {str(turn): one for turn, one in self.turn_rewards.items()}
         return self.recorder.trajectories(
@@ -297,9 +302,16 @@ class Session:
             episode_id=self.session_id,
             reward=reward,
             outcome=outcome,
-            failure=NO_REWARD if reward is None else "",
+            failure=failure,
             details=details,
         )
+
+    def _is_full(self) -> bool:
+        """Whether the last call was refused because the context is full, in an earlier process
+        too."""
+        outline = self.recorder.outline()
+        last = outline[-1].abort_reason if outline else ""
+        return self.record.is_full or last == PROMPT_FILLS_CONTEXT
 
     def splits(self) -> Counter[str]:
         """Conversations that stopped extending their record, by reason."""

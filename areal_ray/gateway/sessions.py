@@ -11,7 +11,7 @@ from areal_ray.errors import ArealRayError
 from areal_ray.gateway import keys
 from areal_ray.gateway.call import CallError, CallHints
 from areal_ray.gateway.conversation_names import conversation_names
-from areal_ray.gateway.door import SessionRecord
+from areal_ray.gateway.door import SessionRecord, unknown_key
 from areal_ray.gateway.keys import Scope
 from areal_ray.gateway.peers import Peers
 from areal_ray.gateway.recorder import Recorder
@@ -272,7 +272,7 @@ class Sessions:
             CallError: 401.
         """
         if not key:
-            raise _refused_key("is missing")
+            raise unknown_key(key)
         if len(key) > keys.MOST_KEY_CHARACTERS:
             raise _refused_key("is none of this server's")
         hashed = keys.hash_key(key)

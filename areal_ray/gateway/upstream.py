@@ -96,7 +96,7 @@ class Upstreams:
         config, key = self._configs[name], self._keys.get(name, "")
         return self._client.post(
             f"{config.url}/chat/completions",
-            json=chat_body(call, config.model),
+            json=chat_body(call, config.model, config.limit_field),
             headers={"authorization": f"Bearer {key}"} if key else {},
             allow_redirects=False,
         )

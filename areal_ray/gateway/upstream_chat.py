@@ -3,7 +3,7 @@
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +22,17 @@ from areal_ray.gateway.json_text import read_json
 from areal_ray.gateway.turn_reader import shown_tools
 
 _STOPS = {"length": StopReason.LENGTH, "tool_calls": StopReason.TOOL_CALLS}
-_PLAIN = ("max_tokens", "temperature", "top_p", "seed")
+_PLAIN = ("temperature", "top_p", "seed")
 
 
-def chat_body(call: Call, model: str) -> dict[str, Any]:
-    """The body of a streamed request for `call`; `model` is what the provider calls its model."""
+def chat_body(call: Call, model: str, limit_field: str = "max_tokens") -> dict[str, Any]:
+    """The body of a streamed request.
+
+    Args:
+        call: That it is for.
+        model: What the provider calls its model.
+        limit_field: What it calls the limit on the tokens of a reply.
+    """
     body: dict[str, Any] = {
         "model": model,
         "messages": [_told_message(message) for message in call.messages],
@@ -34,12 +40,14 @@ def chat_body(call: Call, model: str) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
     }
     body |= {name: getattr(call, name) for name in _PLAIN if getattr(call, name) is not None}
-    body |= call.wishes.given()
+    body |= call.wishes.given() | dict(call.passed_on)
+    if call.max_tokens is not None:
+        body[limit_field] = call.max_tokens
     if call.n > 1:
         body["n"] = call.n
     if call.stop:
         body["stop"] = list(call.stop)
-    if tools := shown_tools(call):
+    if tools := [_told_tool(tool, call.strict_tools) for tool in shown_tools(call) or ()]:
         is_named = call.tool_choice not in ("auto", "required")
         named = {"type": "function", "function": {"name": call.tool_choice}}
         body |= {"tools": tools, "tool_choice": named if is_named else call.tool_choice}
@@ -50,13 +58,20 @@ def chat_body(call: Call, model: str) -> dict[str, Any]:
             {"top_logprobs": call.top_logprobs} if call.top_logprobs else {}
         )
     if call.json_schema is not None:
-        schema = {"name": "reply", "schema": call.json_schema}
+        strict = {"strict": True} if call.is_strict else {}
+        schema = {"name": "reply", "schema": call.json_schema, **strict}
         body["response_format"] = (
             {"type": "json_schema", "json_schema": schema}
             if call.json_schema
             else {"type": "json_object"}
         )
     return body
+
+
+def _told_tool(tool: Mapping[str, Any], strict_names: Collection[str]) -> dict[str, Any]:
+    function = tool["function"]
+    strict = {"strict": True} if function["name"] in strict_names else {}
+    return {**tool, "function": {**function, **strict}}
 
 
 def _told_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a recipe says of providers that serve sessions in place of the policy. Light to import."""
 
 import re
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -18,6 +19,9 @@ class UpstreamConfig(Config):
     """Environment variable of the gateway's that holds its key; empty = it asks for none."""
     model: str = Field(min_length=1)
     """What it calls the model."""
+    limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """What it calls the limit on a reply's tokens. OpenAI's reasoning models take
+    max_completion_tokens alone."""
 
     @field_validator("url")
     @classmethod

@@ -2,7 +2,8 @@
 
 The rules, in order: text after the last finished thought and the last `###Response`; there, of the
 last `\\boxed{}` and the last `####`, the one further down; else the last formula between dollars on
-the last line; else the last number. A thought or a box that was never closed has no answer in it.
+the last line; else the letter that the last line says the answer is; else the last number. A
+thought or a box that was never closed has no answer in it.
 A number's unit, or the name of what is counted, is left aside; 1 1/2 is one and a half.
 """
 
@@ -10,8 +11,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_BOX = re.compile(r"\\f?boxed\s*\{")
-_WRAPPED = re.compile(r"\\f?boxed\s*\{(.*)\}|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+_BOX = re.compile(r"\\(?:fbox|f?boxed)\s*\{")
+_WRAPPED = re.compile(r"\\(?:fbox|f?boxed)\s*\{(.*)\}|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _MARKER = re.compile(r"####[ \t]*([^\n]*)")
 # A dollar before a digit opens a price: "$5 and $6" holds no formula.
 _FORMULA = re.compile(r"\$([^$\n]+)\$(?!\d)|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -27,9 +28,17 @@ _COUNTING = re.compile(
     re.IGNORECASE,
 )
 """Words after a number that change what it is worth; others name what is counted."""
+_UNDERLINED = re.compile(r"(?<![\w}])_{1,2}(?=[\w$+-])|(?<=[\w%.])_{1,2}(?![\w{\\])")
+"""Markdown's other mark of what is bold or slanted: __81__."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(rf"^(.*\d)\s*\b({'|'.join(_SCALES)})\b(.*)$", re.IGNORECASE)
+_GREEK = r"\\(?:alpha|beta|gamma|delta|theta|phi|varphi|psi|omega|lambda|mu|pi|tau|rho|sigma)"
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
+_CHOICE = re.compile(
+    r"\b(?i:answer|choice|option)\b\W{0,4}(?:is\b)?\W{0,6}\b([A-Z])\b(?![\w'-])\W{0,4}$",
+    re.ASCII,
+)
+"""A line that ends with a letter as its answer."""
 _PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*(?:percent|per cent|pct)\.?)\s*$", re.IGNORECASE)
 
 
@@ -83,11 +92,15 @@ def _flexible(text: str) -> str:
     formulas = [m for m in _FORMULA.finditer(lines[-1]) if "\\$" not in m[0]]
     if formulas:
         return next(part for part in formulas[-1].groups() if part is not None).strip()
+    choice = _CHOICE.search(_without_markup(lines[-1]))
+    if choice is not None:
+        return choice[1]
     return last_number_in(text)
 
 
 def last_number_in(text: str) -> str:
     """The last number of a text as written; empty if there is none."""
+    text = _UNDERLINED.sub("", text)
     for old, new in (("{,}", ","), ("\\,", ","), ("\u2212", "-"), ("-\\$", "-"), ("-$", "-")):
         text = text.replace(old, new)
     found = _NUMBER.findall(text)
@@ -95,12 +108,12 @@ def last_number_in(text: str) -> str:
 
 
 def _without_markup(text: str) -> str:
-    return text.strip().strip("*").strip()
+    return _UNDERLINED.sub("", text).strip().strip("*").strip()
 
 
 def normalised(answer: str) -> str:
     """One spelling for what is written in several ways; no values are computed."""
-    text = answer.strip().strip("*").strip()
+    text = _without_markup(answer)
     for old, new in (
         *(("\\$", ""), ("$", ""), ("\\!", ""), ("{,}", ","), ("\\dfrac", "\\frac")),
         *(("\\tfrac", "\\frac"), ("\\left", ""), ("\\right", ""), ("\u2212", "-")),
@@ -114,7 +127,8 @@ def normalised(answer: str) -> str:
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(
-        r"\\(sin|cos|tan|sec|csc|cot)(\^\{?\d+\}?)?\s*(?<!\()(\\[a-zA-Z]+|(?<=\s)[a-zA-Z])(?![a-zA-Z(])",
+        rf"\\(sin|cos|tan|sec|csc|cot)(\^\{{?\d+\}}?)?\s*"
+        rf"(\d*{_GREEK}|\d+[a-zA-Z]|(?<=\s)[a-zA-Z])(?![a-zA-Z({{^_])",
         r"\\\1\2(\3)",
         text,
     )

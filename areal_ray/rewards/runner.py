@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from areal_ray.core.child import child_command
+from areal_ray.core.child import child_command, end_below
 from areal_ray.core.task import UNSENDABLE, Task, sending_problem
 from areal_ray.core.trajectory import Group, Trajectory, encode_group
 from areal_ray.errors import DataError, DeadlineExceeded, RecipeError
@@ -333,7 +333,11 @@ class RewardRunner:
     async def _kill(self, child: _Child) -> None:
         self._alive.discard(child)
         self.num_killed += 1
+        pid = child.running.pid
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.running.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGSTOP)
+            end_below(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         await child.running.wait()  # reaped: no zombie stays
         child.verdicts.close()

@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, BinaryIO
 
+from areal_ray.core.child import end_below
 from areal_ray.core.imports import resolve
 from areal_ray.core.task import Task
 from areal_ray.core.trajectory import Trajectory, decode_group
@@ -147,6 +148,7 @@ def _die_with(parent: int) -> None:
     """End this process and all it started once its parent is gone, whatever it is doing."""
     while os.getppid() == parent:
         time.sleep(_PARENT_LOOK_S)
+    end_below(os.getpid())
     os.killpg(0, signal.SIGKILL)
 
 

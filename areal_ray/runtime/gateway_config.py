@@ -50,7 +50,8 @@ class GatewayConfig(Config):
     """How long sessions last (kind online)."""
     upstream: dict[str, UpstreamConfig] = Field({})
     """Providers by name that may serve a session in place of the policy (kind online), for
-    evaluation and for data: `{NAME: {url, key_env, model}}`. Recorded as text; never trained."""
+    evaluation and for data: `{NAME: {url, key_env, model, limit_field}}`. Recorded as text; never
+    trained."""
 
     @property
     def is_on_loopback(self) -> bool:

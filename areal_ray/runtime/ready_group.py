@@ -49,4 +49,7 @@ def as_group(
 
 
 def _to_be_scored(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, outcome=Outcome.OK, failure="")
+    limit = trajectory.details.get("limit_reached", "")
+    return replace(
+        trajectory, outcome=Outcome.TRUNCATED if limit else Outcome.OK, failure=str(limit)
+    )

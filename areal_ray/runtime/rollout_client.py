@@ -12,6 +12,7 @@ generate() and stream() wait for: their result; unblocked by the collector; boun
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -224,11 +225,12 @@ class RolloutClient:
         pending = lane.pending.get(result.request_id)
         if pending is None or pending.future.done():
             return
-        if result.stop_reason is StopReason.ABORT and not result.error:
+        is_aborted = result.stop_reason is StopReason.ABORT and not result.error
+        if is_aborted and len(result.token_ids) < pending.request.sampling.max_new_tokens:
             self._again(lane, pending, "aborted by the engine")
-        else:
-            pending.end(result)
-            del lane.pending[result.request_id]
+            return
+        pending.end(replace(result, stop_reason=StopReason.LENGTH) if is_aborted else result)
+        del lane.pending[result.request_id]
 
     # -- death and return ----------------------------------------------------------------------
 

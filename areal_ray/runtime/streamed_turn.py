@@ -66,7 +66,7 @@ class StreamedTurn:
     def why_not_continued(self) -> str:
         """Empty if another replica can go on where this one broke off."""
         sampling = self.request.sampling
-        if not self._num_come:
+        if self._num_come in (0, sampling.max_new_tokens):
             return ""
         if self.request.grammar:
             return "grammar, whose beginning was streamed already"

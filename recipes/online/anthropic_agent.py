@@ -10,6 +10,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 from anthropic import Anthropic, APIConnectionError, APIError
 
@@ -65,8 +66,13 @@ def main() -> None:
                 attempt(args.url, session, task, client)
 
     tasks = train(args.tasks or 4096)
-    with ThreadPoolExecutor(args.at_once) as pool:
-        list(pool.map(play, [tasks[one :: args.at_once] for one in range(args.at_once)]))
+    try:
+        with ThreadPoolExecutor(args.at_once) as pool:
+            list(pool.map(play, [tasks[one :: args.at_once] for one in range(args.at_once)]))
+    except HTTPError:  # it is there, and refuses what it is asked for
+        raise
+    except (URLError, APIConnectionError) as error:
+        sys.exit(f"{args.url}: nobody answers any more, as at the end of a run: {error}")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,32 @@ def test_an_sdk_agent_with_a_session_key_becomes_a_trajectory(tmp_path):
     run(tmp_path, [Said("a"), Said("b")] * 2, test)
 
 
+async def listed_models(replica: Replica, key: str) -> list[str]:
+    """Names that a key is shown; none where it is refused."""
+    async with replica.client(key) as client:
+        try:
+            return [model.id async for model in client.models.list()]
+        except openai.AuthenticationError:
+            return []
+
+
+def test_a_misspelt_field_is_refused_and_changes_nothing(tmp_path):
+    async def test(replica: Replica) -> None:
+        told = await started(replica)
+        await asked(replica, told["api_key"])
+        status, error, _ = await replica.rl(
+            "/v1/rl/set_reward", told["api_key"], reward=1, turn_id=0
+        )
+        assert (status, error["error"]["param"]) == (400, "turn_id")
+        assert "is no field of /rl/set_reward; must be one of" in error["error"]["message"]
+        status, told, _ = await replica.rl("/rl/start_session", task_id="t", group_sise=2)
+        assert (status, told["error"]["param"]) == (400, "group_sise")
+        assert replica.sessions.counts().num_open == 1
+        assert replica.sessions.counts().num_waiting == 0
+
+    run(tmp_path, [Said("a")], test)
+
+
 def test_without_a_slot_a_start_is_told_when_to_come_again(tmp_path):
     async def test(replica: Replica) -> None:
         status, told, headers = await replica.rl("/rl/start_session", task_id="t")
@@ -228,6 +254,8 @@ def test_any_replica_takes_any_call_and_passes_it_on(tmp_path):
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         assert text == "at b"
         assert num_chunks > 2
+        for known, shown in ((key, ["policy"]), (ADMIN_KEY, ["policy"]), ("ar-b-of-nobody", [])):
+            assert await listed_models(a, known) == shown
         body = {"session_id": told["session_id"], "reward": 1}
         assert (await a.rl("/rl/set_reward", **body))[0] == 200
         found = await a.rl("/rl/set_reward", interaction_id=reply.id, reward=1)

@@ -10,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from areal_ray.core.turn import SamplingWishes
 from areal_ray.gateway.upstream_chat import Gathered
 from areal_ray.gateway.upstream_config import UpstreamConfig
 from tests.support.gateway import TOOL, Gateway, serving
@@ -65,7 +66,8 @@ def test_every_dialect_reaches_the_provider_and_is_recorded_as_text(tmp_path):
     async def test(replica: Replica, provider: Gateway) -> None:
         told = await started(replica)
         key = told["api_key"]
-        whole = await asked(replica, key, temperature=0.25, tools=[TOOL])
+        wishes = {"presence_penalty": 0.5, "extra_body": {"top_k": 7}}
+        whole = await asked(replica, key, temperature=0.25, tools=[TOOL], **wishes)
         (call,) = whole.choices[0].message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 17})
         assert whole.usage.completion_tokens > 1
@@ -85,7 +87,9 @@ def test_every_dialect_reaches_the_provider_and_is_recorded_as_text(tmp_path):
             response = await client.responses.create(model="m", input="What?", stream=False)
         assert response.output_text == "Nothing."
         assert provider.door.keys == [KEY] * 4
-        assert provider.sampler.requests[0].temperature == 0.25
+        sampled = provider.sampler.requests[0]
+        assert sampled.temperature == 0.25
+        assert sampled.wishes == SamplingWishes(top_k=7, presence_penalty=0.5)
 
         assert (await replica.rl("/rl/set_reward", key, reward=0.5))[0] == 200
         assert (await replica.rl("/rl/end_session", key))[1]["interaction_count"] == 4

@@ -85,11 +85,11 @@ def test_a_reward_sees_the_trajectory_and_its_arguments_and_may_print():
 
 
 def test_whatever_a_reward_does_costs_its_own_episode_and_nothing_else():
-    texts = ("ok", "hang", "ok", "die", "raise", "exit", "abstain", "child", "ok")
+    texts = ("ok", "hang", "ok", "die", "raise", "exit", "abstain", "child", "escape", "ok")
     told = score(config("as_said", timeout_s=1.0), said(*texts))
-    assert [v.reward for v in told] == [1.0, None, 1.0, None, None, None, None, None, 1.0]
+    assert [v.reward for v in told] == [1.0, None, 1.0, *[None] * 6, 1.0]
     reasons = [v.reason for v in told]
-    assert reasons[1] == reasons[7] == "the reward exceeded 1 s"
+    assert reasons[1] == reasons[7] == reasons[8] == "the reward exceeded 1 s"
     assert reasons[3] == "the scoring process died (SIGKILL)"
     assert reasons[4] == "the reward raised RuntimeError: judge unreachable"
     assert reasons[5] == "the reward raised SystemExit: 3"

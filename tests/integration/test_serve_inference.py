@@ -105,8 +105,10 @@ def test_both_sdks_are_answered_until_ctrl_c(served):
             pieces = list(stream.text_stream)
         assert "".join(pieces).strip() == plain.choices[0].message.content.strip()
     stranger = openai.OpenAI(base_url=url, api_key="another", max_retries=0)
-    with stranger, pytest.raises(openai.AuthenticationError):
-        stranger.chat.completions.create(**ASKED)
+    with stranger:
+        for ask in (lambda: stranger.chat.completions.create(**ASKED), stranger.models.list):
+            with pytest.raises(openai.AuthenticationError, match="API key: is not one"):
+                ask()
 
     folder = served.folder
     end = time.monotonic() + 30

@@ -55,6 +55,9 @@ def main(kind: str) -> None:
             two_turns()
     elif kind == "too_long":
         ask([{"role": "user", "content": "so " * 2000}])
+    elif kind == "far_too_long":
+        two_turns()
+        ask([*TASK["messages"], {"role": "user", "content": "so " * 200_000}])
     elif kind == "scores":
         two_turns()
         url = os.environ["AREAL_RAY_URL"] + "/rl/set_reward"

@@ -30,6 +30,10 @@ def as_said(task: Any, trajectory: Any) -> Any:
     if said == "child":
         subprocess.Popen(sleeper())
         time.sleep(600)
+    if said == "escape":  # out of the process group, as does what is below it
+        shell = ["sh", "-c", '"$@" & exec sleep 600', "sh", *sleeper()]
+        subprocess.Popen(shell, start_new_session=True)
+        time.sleep(600)
     if said == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if said == "exit":

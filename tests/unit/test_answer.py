@@ -187,6 +187,21 @@ def test_what_the_window_does_not_hold_is_not_asked_for_and_a_full_one_is_a_400(
     assert len(gateway.sampler.requests) == 1
 
 
+@pytest.mark.parametrize("length", [64, 100_000])
+def test_a_session_knows_whether_its_last_call_was_refused_because_the_window_is_full(length):
+    """However far beyond it the prompt was: what is far too long is not even recorded."""
+    gateway = lettered(limits=CallLimits(64, 64))
+    record = gateway.door.record()
+    for content, is_full in (("x", False), ("x" * length, True), ("y", False), ([5], False)):
+        messages = [{"role": "user", "content": content}]
+        if content == "y" or content == "x":
+            replied(gateway, messages=messages)
+        else:
+            with pytest.raises(CallError):
+                asyncio.run(begun(gateway, messages=messages))
+        assert record.is_full is is_full
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

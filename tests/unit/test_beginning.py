@@ -52,6 +52,19 @@ def test_a_run_that_goes_on_leaves_what_is_written_down(recipe):
     assert resumed(recipe).state == STATE
 
 
+@pytest.mark.parametrize("part", ["tasks", "rows"])
+def test_another_seed_than_that_of_the_order_is_refused_before_anything_starts(recipe, part):
+    drawn = {**STATE, "step": 2, part: {"seed": 5}}
+    record_beginning(recipe, StartPoint(recipe.model_path), drawn)
+    with pytest.raises(DataError, match=r"seed: is 0; must be 5"):
+        resumed(recipe)
+    checkpoints = Checkpoints(recipe.folder / CHECKPOINTS_FOLDER)
+    checkpoints.begin(2)
+    checkpoints.commit(2, drawn)
+    with pytest.raises(DataError, match=r"seed: is 0; must be 5"):
+        resumed(recipe)
+
+
 def test_a_checkpoint_goes_before_it(recipe):
     checkpoints = Checkpoints(recipe.folder / CHECKPOINTS_FOLDER)
     checkpoints.begin(2)

@@ -12,9 +12,10 @@ from areal_ray.ending import root_cause
 from areal_ray.engines.preference import PreferenceConfig
 from areal_ray.engines.protocols import StepStats
 from areal_ray.engines.sft import SftEvaluation, SftPhase, SftUntil
-from areal_ray.errors import DataError
+from areal_ray.errors import ActorLost, DataError
 from areal_ray.records import Records
 from areal_ray.run import PairRun, RowCursor, SftRun
+from areal_ray.runtime.head_watch import HeadNews
 from areal_ray.runtime.run_config import DeadlinesConfig
 from areal_ray.telemetry.progress import QuietProgress
 from areal_ray.telemetry.sinks import TelemetryConfig, open_metric_log
@@ -50,6 +51,16 @@ class Actors:
         self.states[run.step] = run.state_dict()
 
 
+@dataclass
+class Head:
+    """Answers for the watch on Ray's head."""
+
+    news: HeadNews = field(default_factory=HeadNews)
+
+    async def look(self) -> HeadNews:
+        return self.news
+
+
 def common(folder: Path, actors: Actors, told: Any = len) -> dict[str, Any]:
     config = TelemetryConfig(console="off", tensorboard=False, ray_metrics=False)
     waits = WaitBoard()
@@ -63,6 +74,7 @@ def common(folder: Path, actors: Actors, told: Any = len) -> dict[str, Any]:
     )
     return {
         "deadlines": DeadlinesConfig(),
+        "head": Head(),
         "learners": actors,
         "checkpoints": actors,
         "records": records,
@@ -110,6 +122,21 @@ def test_a_slow_step_says_what_it_is_and_how_far_the_run_is(tmp_path):
     assert len(told) > 1
 
 
+def test_a_head_that_is_gone_ends_a_step_that_would_never_return(tmp_path):
+    actors = Actors()
+
+    async def never(phase: int, first: int) -> StepStats:
+        await asyncio.Event().wait()
+        return StepStats()
+
+    actors.sft_step = never
+    run = sft_run(tmp_path, actors)
+    run.head = Head(HeadNews(gone="Ray's head has not answered"))
+    with pytest.raises(ExceptionGroup) as ended:
+        asyncio.run(fit(run))
+    assert isinstance(root_cause(ended.value), ActorLost)
+
+
 def test_another_batch_goes_on_at_the_row_where_the_last_one_ended(tmp_path):
     before, after = Actors(), Actors()
     asyncio.run(fit(sft_run(tmp_path / "a", before, PHASES[1:])))
@@ -118,7 +145,7 @@ def test_another_batch_goes_on_at_the_row_where_the_last_one_ended(tmp_path):
     assert after.taken == [(0, 16), (0, 26), (0, 36), (0, 46)]
 
 
-def test_pairs_go_on_where_they_were_and_another_seed_is_refused(tmp_path):
+def test_pairs_go_on_where_they_were(tmp_path):
     config = PreferenceConfig(source="m:f", steps=5, batch_size=3)
     before, after = Actors(), Actors()
     run = PairRun(steps=5, rows=RowCursor(3), config=config, **common(tmp_path / "a", before))
@@ -127,6 +154,3 @@ def test_pairs_go_on_where_they_were_and_another_seed_is_refused(tmp_path):
     later = PairRun(steps=5, rows=RowCursor(3), config=halved, **common(tmp_path / "b", after))
     asyncio.run(prefer(resumed(later, before.states[3])))
     assert (before.taken[3:], after.taken) == ([(9,), (12,)], [(9,), (15,)])
-    later.rows.seed = 4
-    with pytest.raises(DataError, match="order of seed = 3, this run's of 4"):
-        later.load_state_dict(before.states[3])

@@ -57,3 +57,19 @@ def test_a_module_that_cannot_be_imported_is_told_with_the_reason(tmp_path, rais
     (tmp_path / f"{name}.py").write_text(f"raise {raised}\n")
     with pytest.raises(RecipeError, match=f"importing {name} failed: "):
         resolve(f"{name}:x", [tmp_path], where="tasks.source")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import json\nfrom pathlib import Path\ndef solve(): ...\nLIMIT = 3", "It has: solve."),
+        ("from json import dumps", "It has: dumps."),
+        ("from json import dumps as nimes", "Did you mean 'nimes'?"),
+        ("", "It has: nothing."),
+    ],
+)
+def test_a_name_that_a_module_lacks_is_told_with_those_that_it_defines(tmp_path, text, told):
+    (tmp_path / "lacks_names.py").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        resolve("lacks_names:nimed", [tmp_path])
+    assert told in str(caught.value)

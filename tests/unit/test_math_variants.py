@@ -9,6 +9,23 @@ from tests.support.replies import replied
 RIGHT, WRONG = 1.0, 0.0
 
 VARIANTS = [
+    (r"\sin\frac{\pi}{6}", r"\boxed{\frac{1}{2}}", RIGHT),
+    (r"\sin 2t", r"\boxed{2\sin t\cos t}", RIGHT),
+    (r"\cos 2\theta", r"\boxed{2\cos^2 \theta}", WRONG),
+    ("1e6", r"\boxed{10^6}", RIGHT),
+    (1e21, r"\boxed{10^{21}}", RIGHT),
+    (1e21, r"\boxed{10^{20}}", WRONG),
+    (r"\frac{3}{5}", r"So it is \fbox{\frac{3}{5}}.", RIGHT),
+    ("81", "The answer is __81__.", RIGHT),
+    ("-81", "#### __-81__", RIGHT),
+    ("a_1", "It is $a_1$", RIGHT),
+    ("x_1+y_2", r"\boxed{y_2 + x_1}", RIGHT),
+    ("C", "Not A.\nThe answer is (C).", RIGHT),
+    ("C", "Answer: **C**", RIGHT),
+    ("C", "Answer: B", WRONG),
+    ("C", "The correct option is B, not C.", WRONG),
+    ("5", "Option A gives 5", RIGHT),
+    ("5", "The answer is A plus 5", RIGHT),
     (r"\frac{1}{2}", r"\boxed{0.5}", RIGHT),
     ("0.5", r"\boxed{1/2}", RIGHT),
     (r"1\frac{1}{2}", r"\boxed{\frac{3}{2}}", RIGHT),

@@ -114,6 +114,7 @@ def test_a_call_without_arguments_has_none(arguments):
         ("[1]", "JSON object"),
         ("3", "JSON object"),
         ('{"a":' * 10**5, "not JSON"),
+        ('{"a":' * 201 + "1" + "}" * 201, "not JSON: is nested deeper than 200 levels"),
     ],
 )
 def test_arguments_that_are_no_json_object_are_refused_with_place_and_tool(arguments, told):

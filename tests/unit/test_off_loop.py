@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from areal_ray.core.turn import TurnRequest
-from areal_ray.gateway.call import CallError
+from areal_ray.gateway.call import Call, CallError, CallReply
 from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.off_loop import LARGE_CHARACTERS, OF_A_TOKEN
+from areal_ray.gateway.openai_chat import OpenAIChat
 from tests.support.gateway import Gateway, ask, make_gateway
 from tests.support.scripted_sampler import Said
 from tests.unit.test_answer import answered, begun, read
@@ -146,3 +149,28 @@ def test_a_call_that_is_cancelled_while_its_long_reply_is_read_has_it_recorded_o
     asked = asyncio.run(go())
     assert asked.recorder.num_turns == 1
     assert asked.recorder.left_out == {}
+
+
+class NotingChat(OpenAIChat):
+    """Chat that notes on which thread it writes."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def write(self, call: Call, reply: CallReply) -> dict[str, Any]:
+        self.threads.append(threading.current_thread())
+        return super().write(call, reply)
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_long_answer_is_written_beside_the_loop(logprobs):
+    """With log-probs each token is a line of its own: fewer make a long one."""
+    long = LARGE_CHARACTERS // OF_A_TOKEN // (16 if logprobs else 1)
+    for num_tokens, is_beside in ((long - 1, False), (long, True)):
+        said = Said(ids=[65] * num_tokens)
+        asked, chat = make_gateway([said], limits=CallLimits(1 << 20, 1 << 20)), NotingChat()
+        asked.service = replace(asked.service, dialects=(chat,))
+        answer = asyncio.run(ask(asked, {"messages": SHORT, "logprobs": logprobs}))
+        assert answer.status == 200
+        assert answer.json()["usage"]["completion_tokens"] == num_tokens
+        assert [one is not threading.main_thread() for one in chat.threads] == [is_beside]

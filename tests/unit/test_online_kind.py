@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,11 @@ def test_sessions_become_a_group_and_those_without_a_reward_are_left_to_who_scor
     assert [t.reward for t in group.trajectories] == [0.5, None]
     expected = Outcome.OK if has_reward_function else Outcome.UNSCORED
     assert [t.outcome for t in group.trajectories] == [Outcome.OK, expected]
+
+
+def test_a_session_that_filled_its_context_is_truncated_also_where_it_is_yet_to_be_scored():
+    full = replace(row("s1", None), details={"limit_reached": "full"})
+    ready = ReadyGroup("g-0-x", "t", ("s1", "s2"), (full, row("s2", None)), num_turns=3)
+    made, payload = as_group(ready, "0/slot-7/0", has_reward_function=True)
+    assert made.outcomes == {"truncated": 1, "ok": 1}
+    assert [t.failure for t in decode_group(payload).trajectories] == ["full", ""]

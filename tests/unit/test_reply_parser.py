@@ -96,6 +96,7 @@ def test_the_end_mark_inside_a_string_ends_no_call():
         '<tool_call>{"name":"add","arguments":{"s":"\\ud800"}}</tool_call>',
         '<tool_call>{"name":"add","arguments":' + '{"a":' * 10**5 + "</tool_call>",
         '<tool_call>{"name":"add","arguments":{"a":' + "1" * 5000 + "}}</tool_call>",
+        CALL.replace(" 1 ", "[" * 210 + "]" * 210),
         "<tool_call>{'name': __import__('os')}</tool_call>",
         "<tool_call>[1]</tool_call>",
         "<tool_call></tool_call>",

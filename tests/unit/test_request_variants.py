@@ -1,7 +1,10 @@
 """What clients send otherwise than most do, in every dialect: the same comes of it."""
 
 import asyncio
+import gzip
 import json
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +12,12 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 
 from areal_ray.gateway.call import CallHints
+from areal_ray.gateway.call_limits import CallLimits
 from areal_ray.gateway.openai_chat import OpenAIChat
 from areal_ray.gateway.recorder import Recorder
+from areal_ray.gateway.reply_parser import ReplyFormat
+from areal_ray.gateway.template import ChatTemplate
+from areal_ray.gateway.tool_formats import TOOL_FORMATS
 from tests.support.gateway import Answered, Gateway, ask, make_gateway
 from tests.support.request_bodies import DIALECTS
 from tests.support.scripted_sampler import Said
@@ -249,3 +256,128 @@ def test_a_base_url_that_ends_with_a_slash_is_the_same(path):
     body: Any = b"" if method == "GET" else {"messages": [USER]}
     assert asyncio.run(ask(gateway, body, method=method, path=path)).status == 200
     assert asyncio.run(ask(gateway, b"", method="GET", path="//health")).status == 200
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("encoding", [b"", b"gzip"])
+def test_nothing_that_is_sent_is_unpickled_or_run(tmp_path, encoding):
+    made = tmp_path / "made"
+    body = pickle.dumps(Trap(made))
+    pickle.loads(body)
+    assert made.exists()
+    made.unlink()
+    gateway = make_gateway([Said("hi")])
+    headers = [(b"content-type", b"application/octet-stream")]
+    if encoding:
+        headers.append((b"content-encoding", encoding))
+        body = gzip.compress(body)
+    for path in (
+        *PATHS.values(),
+        *("/v1/completions", "/v1/messages/count_tokens", "/rl/set_reward", "/update_weights"),
+        *("/update_weights_from_tensor", "/collective_rpc", "/health", "/v1/models"),
+    ):
+        answer = asyncio.run(ask(gateway, body, path=path, headers=headers))
+        assert answer.status in (400, 404, 405)
+    assert not made.exists()
+
+
+def test_arguments_that_are_a_program_are_text_or_refused_and_never_run(tmp_path):
+    made = tmp_path / "made"
+    program = f"__import__('pathlib').Path({str(made)!r}).touch()"
+    calls = {
+        "chat": {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]},
+        "responses": {"type": "function_call", "call_id": "t1", "name": "a"},
+        "messages": {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "a"}],
+        },
+    }
+    calls["chat"]["tool_calls"][0]["function"]["arguments"] = program
+    calls["responses"]["arguments"] = program
+    calls["messages"]["content"][0]["input"] = program
+    for dialect, call in calls.items():
+        _, answer = asked(dialect, [USER, call])
+        assert answer.status == 400
+        assert told(dialect, answer).startswith(f"{FIELDS[dialect]}[1]")
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+    for said in (
+        f'<tool_call>{{"name": "a", "arguments": {program}}}</tool_call>',
+        f"<tool_call><function=a><parameter=x>{program}</parameter></function></tool_call>",
+    ):
+        for parser in TOOL_FORMATS:
+            reply = ReplyFormat(ChatTemplate(letter_tokenizer(), TPL_A), parser).read(
+                said, [tool], []
+            )
+            assert reply.text == said or json.loads(reply.tool_calls[0].arguments) == {"x": program}
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("levels", [150, 190, 250, 900, 970, 2000])
+@pytest.mark.parametrize("dialect", ["chat", "responses"])
+def test_arguments_however_deep_are_read_or_refused_and_what_was_told_can_be_sent_again(
+    dialect, levels
+):
+    """Between what can be read and what can be compared there is no depth that is a defect."""
+    arguments = '{"a": ' + "[" * levels + "]" * levels + "}"
+    said = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    spoken = DIALECTS[dialect]
+
+    async def go() -> None:
+        limits = CallLimits(10_000, 100_000)
+        gateway = make_gateway(
+            [Said(said), Said("ok")],
+            tokenizer=letter_tokenizer(),
+            chat_template=TPL_A,
+            limits=limits,
+        )
+        first = await ask(gateway, spoken.start, path=spoken.path)
+        assert first.status == 200
+        is_call = "<tool_call>" not in first.text
+        assert is_call == (levels < 200)
+        if is_call:
+            again = await ask(gateway, spoken.next(spoken.start, first), path=spoken.path)
+            assert again.status == 200
+        else:
+            call = {
+                "chat": [{"role": "assistant", "tool_calls": [{"id": "t1", "function": {}}]}],
+                "responses": [{"type": "function_call", "call_id": "t1"}],
+            }[dialect]
+            function: Any = (
+                call[0] if dialect == "responses" else call[0]["tool_calls"][0]["function"]
+            )
+            function |= {"name": "add", "arguments": arguments}
+            history = [USER, *call, RESULT[dialect]]
+            answer = await ask(gateway, {spoken.history: history}, path=spoken.path)
+            assert answer.status == 400
+            assert "deeper than 200 levels" in told(dialect, answer) or levels > 800
+        assert gateway.service.counts.num_defects == 0
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("said", ["<think>ab", "<think>ab</think>", "<think>ab</think>cd", "cd"])
+@pytest.mark.parametrize("max_tokens", [9, 100])
+def test_items_that_were_streamed_are_those_of_the_whole_reply_wherever_it_is_cut(said, max_tokens):
+    def bare(response: Any) -> Any:
+        named = ("id", "encrypted_content")
+        return [
+            {name: value for name, value in item.items() if name not in named}
+            for item in response["output"]
+        ]
+
+    thinks = TPL_A + "{# <think></think> #}"
+    asks = {"include": ["message.output_text.logprobs"], "max_output_tokens": max_tokens}
+    _, whole = asked("responses", [USER], thinks, said, **asks)
+    _, streamed = asked("responses", [USER], thinks, said, stream=True, **asks)
+    last = streamed.events()[-1]["response"]
+    assert bare(last) == bare(whole.json())
+    assert (last["status"], last["usage"]) == (whole.json()["status"], whole.json()["usage"])

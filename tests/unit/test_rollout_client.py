@@ -52,7 +52,7 @@ def generate(*script: GenerationResult, **fields: Any) -> tuple[ScriptedReplica,
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("before", [[6], [0], [6, 15, 0], [LIMIT]])
+@pytest.mark.parametrize("before", [[6], [0], [6, 15, 0]])
 def test_an_aborted_turn_is_sampled_anew_within_its_limit_and_nothing_of_it_is_kept(before):
     aborted = [sampled(count, StopReason.ABORT, version=1) for count in before]
     replica, result = generate(*aborted, sampled(LIMIT, StopReason.LENGTH, version=2))
@@ -64,10 +64,12 @@ def test_an_aborted_turn_is_sampled_anew_within_its_limit_and_nothing_of_it_is_k
     }
 
 
-@pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.STOP])
+@pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.STOP, StopReason.ABORT])
 def test_a_turn_that_ended_is_not_asked_for_again(reason):
+    """Nor is one that was aborted with its last token: it is as long as it may be."""
     replica, result = generate(sampled(LIMIT, reason))
-    assert (len(replica.given), result.stop_reason) == (1, reason)
+    told = StopReason.LENGTH if reason is StopReason.ABORT else reason
+    assert (len(replica.given), len(result.token_ids), result.stop_reason) == (1, LIMIT, told)
     assert replica.aborted == []
 
 

@@ -10,7 +10,9 @@ from areal_ray.core.trajectory import Outcome
 from areal_ray.errors import ArealRayError
 from areal_ray.gateway import keys
 from areal_ray.gateway.call import CallError
+from areal_ray.gateway.door import PROMPT_FILLS_CONTEXT
 from areal_ray.gateway.session_book import JOURNAL_DAMAGED
+from areal_ray.gateway.session_state import NO_REWARD
 from tests.support.sessions import ADMIN_KEY, FIXED_KEY, Desk, sampled
 
 
@@ -53,6 +55,35 @@ def test_a_rewarded_session_is_given_to_training_once_as_it_was_sampled(desk):
     counts = desk.sessions.counts()
     assert (counts.num_trained, counts.num_admitted, counts.rejected) == (1, 0, {})
     assert desk.sessions.book.groups == {}
+
+
+@pytest.mark.parametrize("reward", [1.0, None])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_session_whose_prompt_filled_the_context_is_truncated_and_keeps_its_reward(
+    desk, reward, is_restarted
+):
+    started = desk.start()
+    key = started["api_key"]
+    desk.call(key)
+    record = desk.enter(key)
+    turn = record.recorder.open_turn([{"role": "user", "content": "more than there is room for"}])
+    record.recorder.abort_turn(turn, None, PROMPT_FILLS_CONTEXT)
+    record.turn_over(turn.turn_id, "")
+    record.is_full = True
+    desk.sessions.leave(record)
+    if is_restarted:
+        desk.restart()
+        desk.sessions.open_slot()
+    if reward is not None:
+        desk.ask("set_reward", key, reward=reward)
+    desk.ask("end", key)
+    desk.clock.now_s += 700  # the feedback is late
+    (trajectory,) = desk.ready().trajectories
+    assert trajectory.reward == reward
+    is_scored = reward is not None
+    assert trajectory.outcome is (Outcome.TRUNCATED if is_scored else Outcome.UNSCORED)
+    assert trajectory.failure == (PROMPT_FILLS_CONTEXT if is_scored else NO_REWARD)
+    assert trajectory.details["limit_reached"] == PROMPT_FILLS_CONTEXT
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])

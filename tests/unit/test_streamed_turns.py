@@ -137,12 +137,15 @@ def test_a_turn_that_the_engine_hands_back_goes_on_after_what_was_streamed():
     assert replica.given[1].prompt_ids.tolist() == [*PROMPT.tolist(), 0, 1]
 
 
-def test_a_turn_that_had_come_whole_needs_no_other_replica():
-    first, second = ScriptedReplica([chunk(0, 8)], LOST), ScriptedReplica()
-    parts = streamed(first, second)
+@pytest.mark.parametrize("end", [LOST, [result(0, 8, StopReason.ABORT)]], ids=["lost", "aborted"])
+@pytest.mark.parametrize("stop", [(), ("end",)])
+def test_a_turn_that_had_come_whole_needs_no_other_replica(end, stop):
+    first, second = ScriptedReplica([chunk(0, 8)], end), ScriptedReplica()
+    parts = streamed(first, second, sent=request(stop=stop))
     assert sampled(parts) == list(range(8))
     assert parts[-1].stop_reason is StopReason.LENGTH
     assert not second.given
+    assert len(first.given) == 1
 
 
 @pytest.mark.parametrize(
