@@ -163,7 +163,8 @@ def read_parts(content: Any, where: str, between: str = "") -> str:
 
 
 def check_answers(messages: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Refuse the result of a call that nobody made, where calls have fields of their own.
+    """Refuse the result of a call that nobody made, where calls have fields of their own. A result
+    without an id is of a call that was written as text.
 
     Args:
         messages: The whole conversation, canonical.
@@ -172,7 +173,7 @@ def check_answers(messages: Sequence[Mapping[str, Any]], places: Sequence[str]) 
     known: set[str] = set()
     for message, place in zip(messages, places, strict=True):
         known |= {plain_id(call["id"]) for call in message.get("tool_calls", ())}
-        if message["role"] != "tool":
+        if message["role"] != "tool" or not message["tool_call_id"]:
             continue
         answered = plain_id(message["tool_call_id"])  # clients may append to it
         if answered not in known and not any(one and answered.startswith(one) for one in known):
