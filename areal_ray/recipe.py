@@ -389,9 +389,9 @@ def evaluation_of(recipe: Recipe, run: Path | None, overrides: Sequence[str] = (
 
 
 def _find(recipe: Recipe, file: str) -> Path:
-    """A file that a recipe names: from the working directory, or from a folder above the recipe."""
+    """A file that a recipe names: from a folder above the recipe, or from the working directory."""
     above = recipe.origin.resolve().parents if recipe.origin is not None else ()
-    return next((p for p in (Path(file), *(a / file for a in above)) if p.exists()), Path(file))
+    return next((p for p in (a / file for a in above) if p.exists()), Path(file))
 
 
 def recipe_schema() -> dict[str, Any]:

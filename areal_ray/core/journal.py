@@ -82,17 +82,20 @@ def read_ledger(folder: Path) -> list[dict[str, Any]]:
     """All whole events of a journal; a last line cut short by a crash is left out.
 
     Raises:
-        DataError: A line is not JSON; names it.
+        DataError: A line is no JSON object; names it.
     """
     path = folder / _LEDGER_FILE
     if not path.exists():
         return []
     events = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            events.append(json.loads(line))
+            event = json.loads(line.decode())
         except ValueError as error:
             raise DataError(f"{path}: line {number} is not JSON ({error})") from error
+        if not isinstance(event, dict) or "event" not in event:
+            raise DataError(f"{path}: line {number} is no event; must say which")
+        events.append(event)
     return events
 
 

@@ -69,6 +69,8 @@ def _examples(
         example = tokenize(template, said, place)
         if limit.keeps(len(example.token_ids), place):
             kept.append(example)
+    if not count:
+        raise DataError(f"{where} gave no conversations; at least one is needed")
     if not kept:
         raise DataError(
             f"{where}: gave {count} conversations, none of at most {limit.key} = {limit.most} "

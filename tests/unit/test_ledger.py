@@ -110,9 +110,11 @@ def test_a_resumed_run_does_not_write_onto_a_torn_line(tmp_path):
     assert line.startswith("after step 1, at version 1, on 2")
 
 
-def test_a_broken_line_of_the_ledger_is_named(tmp_path):
-    (tmp_path / "ledger.jsonl").write_text('{"event":"trained","step":1}\n{"event":\n')
-    with pytest.raises(DataError, match=r"ledger.jsonl: line 2 is not JSON"):
+@pytest.mark.parametrize("line", [b'{"event":', b"\xff\xfe", b"\0" * 8, b"[1]", b'{"step":2}'])
+def test_a_broken_line_of_the_ledger_is_named(tmp_path, line):
+    first = b'{"event":"trained","step":1}\n'
+    (tmp_path / "ledger.jsonl").write_bytes(first + line + b"\n")
+    with pytest.raises(DataError, match=r"ledger.jsonl: line 2 is (not JSON|no event)"):
         read_ledger(tmp_path)
 
 

@@ -378,6 +378,22 @@ def test_the_recipe_that_makes_the_model_gets_the_same_seed_and_fileroot(tmp_pat
     assert maker.folder / "model" == Path(recipe.model_path)
 
 
+def test_the_recipe_beside_it_makes_the_model_whatever_the_working_directory_holds(
+    tmp_path, monkeypatch
+):
+    maker = (
+        "kind: sft\nname: warm-{seed}\nmodel: {path: PATH}\n"
+        "sft: {phases: [{source: 'a:b', steps: 1, batch_size: 1}]}\n"
+    )
+    for folder, model in (("own", "beside"), ("other", "elsewhere")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "warm.yaml").write_text(maker.replace("PATH", model))
+    (tmp_path / "own" / "grpo.yaml").write_text(TEXT)
+    monkeypatch.chdir(tmp_path / "other")
+    recipe = load_recipe(tmp_path / "own" / "grpo.yaml", [f"cluster.fileroot={tmp_path}/r"])
+    assert model_recipe(recipe).model.path == "beside"
+
+
 def test_a_recipe_that_makes_a_model_elsewhere_is_refused(tmp_path):
     (tmp_path / "warm.yaml").write_text(
         "kind: sft\nname: other\nmodel: {path: m}\n"
