@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from areal_ray.gateway.call import CallError
-from areal_ray.gateway.messages import plain_id
+from areal_ray.gateway.messages import CallIds
 
 _MAX_STOP = 16
 _SAID = ("text", "refusal")
@@ -170,14 +170,13 @@ def check_answers(messages: Sequence[Mapping[str, Any]], places: Sequence[str]) 
         messages: The whole conversation, canonical.
         places: Of each in the body.
     """
-    known: set[str] = set()
+    known = CallIds[bool]()
     for message, place in zip(messages, places, strict=True):
-        known |= {plain_id(call["id"]) for call in message.get("tool_calls", ())}
-        if message["role"] != "tool" or not message["tool_call_id"]:
-            continue
-        answered = plain_id(message["tool_call_id"])  # clients may append to it
-        if answered not in known and not any(one and answered.startswith(one) for one in known):
-            told = f"{shown(message['tool_call_id'])} is of no tool call before it"
+        for call in message.get("tool_calls", ()):
+            known.note(call["id"], True)
+        answered = message["tool_call_id"] if message["role"] == "tool" else ""
+        if answered and known.find(answered) is None:
+            told = f"{shown(answered)} is of no tool call before it"
             refuse(place, f"{told}; must be the id of one above")
 
 
