@@ -163,7 +163,8 @@ def read_parts(content: Any, where: str, between: str = "") -> str:
 
 
 def check_answers(messages: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Refuse the result of a call that nobody made, where calls have fields of their own.
+    """Refuse the result of a call that nobody made, where calls have fields of their own. A result
+    without an id is of a call that was written as text.
 
     Args:
         messages: The whole conversation, canonical.
@@ -173,8 +174,9 @@ def check_answers(messages: Sequence[Mapping[str, Any]], places: Sequence[str]) 
     for message, place in zip(messages, places, strict=True):
         for call in message.get("tool_calls", ()):
             known.note(call["id"], True)
-        if message["role"] == "tool" and known.find(message["tool_call_id"]) is None:
-            told = f"{shown(message['tool_call_id'])} is of no tool call before it"
+        answered = message["tool_call_id"] if message["role"] == "tool" else ""
+        if answered and known.find(answered) is None:
+            told = f"{shown(answered)} is of no tool call before it"
             refuse(place, f"{told}; must be the id of one above")
 
 
