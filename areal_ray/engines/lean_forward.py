@@ -104,7 +104,20 @@ class LeanForward:
     def prepare(self, tensors: Mapping[str, Tensor]) -> LeanWeights:
         """Rearranged copies of checked tensors; nothing of the live weights is touched."""
         spare, self._spare = self._spare, None
-        return self._layout.arranged(tensors, spare)
+        try:
+            return self._layout.arranged(tensors, spare)
+        except BaseException:  # what it was to be written over is as good as before
+            self._spare = spare
+            raise
+
+    @property
+    def makes_ahead(self) -> bool:
+        """Whether weights should be prepared while they arrive: on a CPU that takes as long."""
+        return self._device.type == "cpu"
+
+    def reuse(self, weights: LeanWeights) -> None:
+        """Take back what `prepare` made and nobody installed."""
+        self._spare = weights
 
     def differing(self, tensors: Mapping[str, Tensor]) -> str:
         """Name of a live tensor that is not what `prepare` makes of these; empty if all are."""

@@ -46,7 +46,10 @@ class Room:
         spare_packed: Sequence[PackedLinear],
         dtype: torch.dtype,
         device: torch.device,
+        origin: object | None = None,
     ) -> None:
+        """`origin`: Stands for what is put; see `PackedLinear.write`."""
+        self._origin = origin
         self._spare = list(reversed(spare))
         self._spare_packed = list(reversed(spare_packed))
         self._dtype = dtype
@@ -100,7 +103,7 @@ class Room:
         num_rows = rows.shape[0]
         if not self._spare_packed:
             made = rows.read(slice(0, num_rows), self._fresh)
-            self.packed.append(PackedLinear(made))
+            self.packed.append(PackedLinear(made, self._origin))
             return self.packed[-1]
         packed = self._spare_packed.pop()
         self.packed.append(packed)
@@ -141,7 +144,7 @@ class Room:
         write(target, source, factor)
 
     def _fill_packed(self, packed: PackedLinear, source: JoinedRows, rows: slice) -> None:
-        packed.write(rows.start, source.read(rows, self._scratch))
+        packed.write(rows.start, source.read(rows, self._scratch), self._origin)
 
     def _cast(self, source: Tensor) -> Tensor:
         """The source in the engine's type, in this thread's scratch memory if it is in another."""
@@ -168,9 +171,10 @@ class ProvingRoom(Room):
         live_packed: Sequence[PackedLinear],
         dtype: torch.dtype,
         device: torch.device,
+        origin: object | None = None,
     ) -> None:
         """`live` and `live_packed`: As another room's `blocks` and `packed`."""
-        super().__init__(live, live_packed, dtype, device)
+        super().__init__(live, live_packed, dtype, device, origin)
         self.differing: set[int] = set()
         """Addresses of the weights that hold anything else."""
 
@@ -189,6 +193,9 @@ class ProvingRoom(Room):
                 self.differing.add(address(target))
 
     def _fill_packed(self, packed: PackedLinear, source: JoinedRows, rows: slice) -> None:
+        origin = self._origin
+        if origin is not None and packed.is_of(rows.start, rows.stop - rows.start, origin):
+            return
         if not packed.holds(rows.start, source.read(rows, self._scratch)):
             self.differing.add(address(packed))
 

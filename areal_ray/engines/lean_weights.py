@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from areal_ray.engines.arriving import origin_of
 from areal_ray.engines.joined_rows import JoinedRows
 from areal_ray.engines.lean_room import ProvingRoom, Room, address
 from areal_ray.engines.model_files import is_head_tied
@@ -118,12 +119,15 @@ class LeanLayout:
             spare: A version made before that nothing reads any more; its memory is reused.
         """
         blocks, packed = (spare.blocks, spare.packed) if spare is not None else ([], [])
-        with torch.inference_mode(), Room(blocks, packed, self._dtype, self._device) as room:
+        origin = origin_of(tensors)
+        room = Room(blocks, packed, self._dtype, self._device, origin)
+        with torch.inference_mode(), room:
             return self._made(tensors, room)
 
     def differing(self, live: LeanWeights, tensors: Mapping[str, Tensor]) -> str:
         """Name of a live tensor that is not what `arranged` makes of these; empty if all are."""
-        proving = ProvingRoom(live.blocks, live.packed, self._dtype, self._device)
+        origin = origin_of(tensors)
+        proving = ProvingRoom(live.blocks, live.packed, self._dtype, self._device, origin)
         with torch.inference_mode(), proving as room:
             made = self._made(tensors, room)
         for (name, weight), (_, proven) in zip(_named(live), _named(made), strict=True):
@@ -132,13 +136,16 @@ class LeanLayout:
         return ""
 
     def _made(self, tensors: Mapping[str, Tensor], room: Room) -> LeanWeights:
+        # In the order of a checkpoint: tensors may still be arriving.
         embedding = room.copy(tensors["model.embed_tokens.weight"].detach())
+        head = self._head(tensors, room, embedding) if self._sizes.is_tied else None
+        layers = [self._layer(tensors, room, i) for i in range(self._sizes.num_layers)]
         final_norm = self._final_norm(tensors["model.norm.weight"].detach(), room)
         return LeanWeights(
-            layers=[self._layer(tensors, room, i) for i in range(self._sizes.num_layers)],
+            layers=layers,
             embedding=embedding,
             final_norm=final_norm,
-            head=self._head(tensors, room, embedding),
+            head=self._head(tensors, room, embedding) if head is None else head,
             blocks=room.blocks,
             packed=room.packed,
         )

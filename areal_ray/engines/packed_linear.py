@@ -32,13 +32,13 @@ class PackedLinear:
 
     Packing goes by blocks of rows, so slices of rows are written in place. They are proven by two
     digests that each leaves, of the rows and of what was made of them: packing once more to compare
-    takes several times as long.
+    takes several times as long. Where the rows' origin cannot have changed, the second is enough.
     """
 
-    __slots__ = ("_cut", "_digests", "_memory", "_num_rows", "_packed", "_row_bytes")
+    __slots__ = ("_cut", "_digests", "_memory", "_num_rows", "_origins", "_packed", "_row_bytes")
 
-    def __init__(self, weight: Tensor) -> None:
-        """Pack this weight [out, in]; it may be overwritten afterwards."""
+    def __init__(self, weight: Tensor, origin: object | None = None) -> None:
+        """Pack this weight [out, in]; it may be overwritten afterwards. `origin` as in `write`."""
         weight = weight.contiguous()
         self._packed = _packed(weight)
         self._memory = _memory(self._packed)
@@ -46,9 +46,11 @@ class PackedLinear:
         self._row_bytes = weight.shape[1] * weight.itemsize
         self._cut = _cut(*weight.shape)
         self._digests: dict[int, tuple[str, str]] = {}
+        self._origins: dict[int, object | None] = {}
         for first_row in range(0, len(weight), self.slice_rows):
             rows = weight[first_row : first_row + self.slice_rows]
             self._digests[first_row] = _digest(rows), _digest(self._part(first_row, len(rows)))
+            self._origins[first_row] = origin
 
     @property
     def slice_rows(self) -> int:
@@ -60,8 +62,11 @@ class PackedLinear:
         """Of the memory that products read."""
         return self._memory.data_ptr()
 
-    def write(self, first_row: int, rows: Tensor) -> None:
-        """Hold these rows [slice_rows, in] from now on, from a multiple of as many on."""
+    def write(self, first_row: int, rows: Tensor, origin: object | None = None) -> None:
+        """Hold these rows [slice_rows, in] from now on, from a multiple of as many on.
+
+        `origin`: Stands for what they were made from, which does not change; None = nothing does.
+        """
         rows = rows.contiguous()
         given = _digest(rows)
         if self._cut.is_transposed and len(rows) % _BLOCK_ROWS == 0:
@@ -72,6 +77,13 @@ class PackedLinear:
         self._digests.pop(first_row, None)
         self._part(first_row, len(rows)).copy_(packed)
         self._digests[first_row] = given, _digest(packed)
+        self._origins[first_row] = origin
+
+    def is_of(self, first_row: int, num_rows: int, origin: object) -> bool:
+        """Whether these rows were last made from that, and products read what was made of them."""
+        if self._origins.get(first_row) is not origin or first_row not in self._digests:
+            return False
+        return self._digests[first_row][1] == _digest(self._part(first_row, num_rows))
 
     def holds(self, first_row: int, rows: Tensor) -> bool:
         """Whether these are what was written last, and products read what was made of it."""

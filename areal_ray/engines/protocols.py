@@ -233,6 +233,18 @@ class GenerationEngine(Protocol):
 
 
 @runtime_checkable
+class PreparesAhead(Protocol):
+    """A generation engine that can do a swap's work while the weights arrive."""
+
+    def prepare_swap(self, tensors: Mapping[str, "torch.Tensor"]) -> None:
+        """Do what a `swap` to this very mapping would do before the engine stands still.
+
+        Each tensor is asked for when it is needed, which may wait, or raise. Nothing comes of it
+        where another mapping is swapped to.
+        """
+
+
+@runtime_checkable
 class ReadsBack(Protocol):
     """A generation engine that can tell whether its live weights are the ones it was given."""
 

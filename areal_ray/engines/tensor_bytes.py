@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from areal_ray.core.buckets import BucketPlan, RunningDigest
 from areal_ray.core.weight_delta import POSITION_BYTES, WHOLE
+from areal_ray.engines.arriving import ArrivingTensors
 
 if TYPE_CHECKING:
     from areal_ray.engines.sharding import ShardedTensor
@@ -103,6 +104,12 @@ def tensor_views(plan: BucketPlan, flat: torch.Tensor) -> dict[str, torch.Tensor
         span = flat[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         views[spec.name] = span.view(getattr(torch, spec.dtype)).view(spec.shape)
     return views
+
+
+def arriving_views(plan: BucketPlan, flat: torch.Tensor) -> ArrivingTensors:
+    """The same of a run that is filled from front to back."""
+    ends = {spec.name: spec.offset_bytes + spec.num_bytes for spec in plan.tensors}
+    return ArrivingTensors(tensor_views(plan, flat), ends)
 
 
 def as_tensor(content: NDArray[np.uint8]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from areal_ray.engines.errands import Errand
 from areal_ray.engines.generation_model import load_generation_model
 from areal_ray.engines.grammar_rows import GrammarDesk
 from areal_ray.engines.lora_config import LoraSetup
+from areal_ray.engines.made_ahead import MadeAhead
 from areal_ray.engines.model_files import check_tensors
 from areal_ray.engines.protocols import (
     EngineHealth,
@@ -70,6 +72,7 @@ class TorchGenerationEngine:
         self._on_results: OnResults = _ignore
         self._on_chunks: OnChunks | None = None
         self._swap_turn = threading.Lock()
+        self._ahead = MadeAhead(self._model.forward)
         # Touched by the loop thread alone:
         self._finished: list[GenerationResult] = []
         self._entering: list[GenerationRequest] = []
@@ -124,17 +127,20 @@ class TorchGenerationEngine:
         """Name and shape of each tensor `swap` expects; a tied head appears once."""
         return self._model.forward.weight_shapes()
 
+    def prepare_swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `PreparesAhead`; of tensors that fit `weight_shapes`."""
+        with self._swap_turn, torch.inference_mode():
+            self._ahead.make(tensors)
+
     def swap(
         self, tensors: Mapping[str, torch.Tensor], version: int, policy: OnWeightUpdate
     ) -> float:
         """Load weights between two decode steps; seconds the engine stood still.
 
-        Tensors are checked and copied before the engine stops, so its pause is the exchange alone
-        (with `recompute`, also the running turns' keys and values). With `keep` the running turns
-        go on over keys and values of older weights; with `drain` they end first while new ones
-        wait. A long prompt that is computed in part begins anew, and ended sequences kept for later
-        turns are forgotten under every policy, so that a turn which samples its first token after
-        the swap is wholly of the new version.
+        Checked and copied before, so the pause is the exchange alone (with `recompute`, also the
+        running turns' keys and values). `keep`: running turns go on over those of older weights;
+        `drain`: they end first, new ones wait. Prompts computed in part begin anew and ended
+        sequences are forgotten, so a turn whose first token follows is wholly of the new version.
 
         Raises:
             EngineError: A tensor is missing, extra or of a wrong shape, or the engine is over.
@@ -142,14 +148,10 @@ class TorchGenerationEngine:
         self._loop.check_caller("swap")
         with self._swap_turn, torch.inference_mode():
             check_tensors(self.weight_shapes(), tensors)
-            weights = self._model.forward.prepare(tensors)
-
-            def exchange() -> float:
-                return self._exchange(weights, version, is_recomputed=policy == "recompute")
-
-            idle_s: float = self._loop.run(
-                Errand("swap", exchange, waits_for_drain=policy == "drain", ends_loop=True)
-            )
+            weights = self._ahead.take(tensors)
+            exchange = partial(self._exchange, weights, version, policy == "recompute")
+            errand = Errand("swap", exchange, waits_for_drain=policy == "drain", ends_loop=True)
+            idle_s: float = self._loop.run(errand)
             return idle_s
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -261,7 +263,7 @@ class TorchGenerationEngine:
         if finished:
             self._on_results(finished)
 
-    def _exchange(self, weights: Any, version: int, *, is_recomputed: bool) -> float:
+    def _exchange(self, weights: Any, version: int, is_recomputed: bool) -> float:
         begin = time.perf_counter()
         self._batch.change_weights(weights, version, recompute=is_recomputed)
         idle_s = time.perf_counter() - begin

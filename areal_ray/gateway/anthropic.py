@@ -245,7 +245,7 @@ def _assistant(content: Sequence[Any], where: str) -> dict[str, Any]:
 
 def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     call_id = block.get("tool_use_id")
-    if type(call_id) is not str or not call_id:
+    if type(call_id) is not str:  # an empty one is of a call that the model wrote as text
         refuse(f"{where}.tool_use_id", f"is {shown(call_id)}; must be a string")
     text = read_parts(block.get("content"), f"{where}.content", _BETWEEN_BLOCKS)
     if block.get("is_error") is True and "error" not in text.lower():

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from areal_ray.gateway.call import CallError
-from areal_ray.gateway.messages import plain_id
+from areal_ray.gateway.messages import CallIds
 
 _MAX_STOP = 16
 _SAID = ("text", "refusal")
@@ -163,20 +163,20 @@ def read_parts(content: Any, where: str, between: str = "") -> str:
 
 
 def check_answers(messages: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Refuse the result of a call that nobody made, where calls have fields of their own.
+    """Refuse the result of a call that nobody made, where calls have fields of their own. A result
+    without an id is of a call that was written as text.
 
     Args:
         messages: The whole conversation, canonical.
         places: Of each in the body.
     """
-    known: set[str] = set()
+    known = CallIds[bool]()
     for message, place in zip(messages, places, strict=True):
-        known |= {plain_id(call["id"]) for call in message.get("tool_calls", ())}
-        if message["role"] != "tool":
-            continue
-        answered = plain_id(message["tool_call_id"])  # clients may append to it
-        if answered not in known and not any(one and answered.startswith(one) for one in known):
-            told = f"{shown(message['tool_call_id'])} is of no tool call before it"
+        for call in message.get("tool_calls", ()):
+            known.note(call["id"], True)
+        answered = message["tool_call_id"] if message["role"] == "tool" else ""
+        if answered and known.find(answered) is None:
+            told = f"{shown(answered)} is of no tool call before it"
             refuse(place, f"{told}; must be the id of one above")
 
 

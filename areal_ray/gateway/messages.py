@@ -8,10 +8,12 @@ same `message_key`; `for_template` is the form every chat template understands.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from areal_ray.core.turn import Reply
 from areal_ray.gateway.json_text import read_json
+
+T = TypeVar("T")
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
@@ -22,6 +24,8 @@ RAW = "raw"
 """Role of a prompt that is in no template; of ours alone, clients cannot send it."""
 
 _READ = {"role", "content", "tool_calls", "tool_call_id", "name"}
+_LONGEST_ID = 256
+"""Of ids that are known again with something appended."""
 _NOT_ALPHANUMERIC = re.compile(r"[^0-9A-Za-z]")
 _FRACTION = re.compile(r"\d[.e]")
 
@@ -110,13 +114,16 @@ def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     """
     ordered: list[Mapping[str, Any]] | None = None
     for index, message in enumerate(messages):
-        ids = [plain_id(call["id"]) for call in message.get("tool_calls", ())]
-        if len(ids) < 2:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
             continue
+        rank_of = CallIds[int]()
+        for rank, call in enumerate(calls):
+            rank_of.note(call["id"], rank)
         end = index + 1
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
-        ranks = [_rank(result.get("tool_call_id"), ids) for result in messages[index + 1 : end]]
+        ranks = [rank_of.find(one.get("tool_call_id")) for one in messages[index + 1 : end]]
         known = [rank for rank in ranks if rank is not None]
         if len(set(known)) == len(ranks) and known != sorted(known):
             ordered = ordered or list(messages)
@@ -125,10 +132,32 @@ def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     return messages if ordered is None else ordered
 
 
-def _rank(call_id: Any, ids: Sequence[str]) -> int | None:
-    """Which of the calls an id names, also with something appended."""
-    named = plain_id(call_id) if isinstance(call_id, str) else ""
-    return next((rank for rank, known in enumerate(ids) if known and named.startswith(known)), None)
+class CallIds(Generic[T]):
+    """What is kept of tool calls, found by ids that clients take the punctuation from, or append
+    to; however many calls there are."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, T] = {}
+        self._lengths: list[int] = []
+        """Of the ids, the longest first: `call12` is not `call1` with something appended."""
+
+    def note(self, call_id: Any, kept: T) -> None:
+        """Keep something of a call, unless its id is known."""
+        plain = plain_id(call_id)
+        self._kept.setdefault(plain, kept)
+        if 0 < len(plain) <= _LONGEST_ID and len(plain) not in self._lengths:
+            self._lengths = sorted((*self._lengths, len(plain)), reverse=True)
+
+    def find(self, call_id: Any) -> T | None:
+        """What is kept of the call that a result names; None if it names none."""
+        if call_id is None:
+            return None
+        named = plain_id(call_id)
+        beginnings = (named, *(named[:length] for length in self._lengths))
+        return next((self._kept[one] for one in beginnings if one in self._kept), None)
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
 
 
 def plain_id(call_id: Any) -> str:

@@ -52,8 +52,11 @@ class CallPiece:
 Piece = TextPiece | ReasoningPiece | CallPiece
 
 
+CALL_ID_CHARACTERS = 36
+
+
 def call_id(key: str, index: int) -> str:
-    """Id of a turn's call: 36 letters and digits, as unique as the turn's `key`."""
+    """Id of a turn's call: so many letters and digits, as unique as the turn's `key`."""
     digest = hashlib.blake2s(f"{index} {key}".encode(), digest_size=16)
     return f"call{digest.hexdigest()}"
 

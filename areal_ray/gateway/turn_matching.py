@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_ray.gateway.messages import ConversationKey, canonical, message_key, plain_id
-from areal_ray.gateway.pieces import call_id
+from areal_ray.gateway.messages import CallIds, ConversationKey, canonical, message_key, plain_id
+from areal_ray.gateway.pieces import CALL_ID_CHARACTERS, call_id
 from areal_ray.gateway.record_policy import RecordPolicy
 from areal_ray.gateway.turn_tree import MessageNode, NewMessages, Turn
 
@@ -98,8 +98,8 @@ class _Finder:
         self._turns = turns
         self._policy = policy
         self._deviations: dict[str, None] = {}
-        self._call_ids: dict[str, str] = {}
-        """Tool calls so far: letters and digits of the id -> the id as recorded."""
+        self._call_ids = CallIds[str]()
+        """Of the tool calls so far, as recorded."""
         self._reason = ""
 
     def find(self, root: MessageNode, messages: Sequence[dict[str, Any]]) -> Place:
@@ -180,17 +180,14 @@ class _Finder:
             for call, kept in zip(
                 message.get("tool_calls", ()), recorded.get("tool_calls", ()), strict=False
             ):
-                self._call_ids.setdefault(plain_id(call["id"]), kept["id"])
+                self._call_ids.note(call["id"], kept["id"])
 
     def _answered(self, message: dict[str, Any], index: int) -> dict[str, Any]:
         """A tool result under the id of its call as recorded."""
         call_id = message.get("tool_call_id")
         if not call_id or message["role"] != "tool":
             return message
-        plain = plain_id(call_id)
-        known = self._call_ids.get(plain)
-        if known is None:
-            known = next((k for p, k in self._call_ids.items() if p and plain.startswith(p)), None)
+        known = self._call_ids.find(call_id)
         if known is None:
             raise ValueError(
                 f"messages[{index}].tool_call_id: {call_id!r} is of no tool call before it; must "
@@ -241,8 +238,8 @@ def is_named(turn: Turn, message: Mapping[str, Any]) -> bool:
     # Turns that said the same share a message, with the ids of the first; each has its own by its
     # handle. Calls that stayed unfinished took indices before those of the reply.
     most = len(turn.reply.message.get("tool_calls", ())) + _MOST_UNFINISHED
-    ours = [call_id(turn.handle, index) for index in range(most)]
-    return any(our and their.startswith(our) for our in ours for their in theirs)
+    ours = {call_id(turn.handle, index) for index in range(most)}
+    return any(their[:CALL_ID_CHARACTERS] in ours for their in theirs)
 
 
 def _with_marks(message: Any, index: int) -> dict[str, Any]:

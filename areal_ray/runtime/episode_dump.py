@@ -1,5 +1,10 @@
-"""Episodes of a step, written down for the report by one of the actors that render text."""
+"""Episodes of a step, written down for the report by one of the actors that render text.
 
+Beside its event loop: calls of the model and questions how it does are answered meanwhile.
+"""
+
+import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +13,8 @@ from areal_ray.core.trajectory import decode_group
 from areal_ray.gateway.template import ChatTemplate
 from areal_ray.runtime.cluster import environment_secrets
 from areal_ray.telemetry.episodes import EpisodeLog, episode_lines, without_secrets
+
+_WRITING = threading.Lock()  # of one group after the other, whichever step they are of
 
 
 async def write_episodes(
@@ -26,7 +33,11 @@ async def write_episodes(
     def texts(ids: Sequence[int]) -> list[str]:
         return [template.token_text(token_id) for token_id in ids]
 
-    for payload in payloads:
-        lines = episode_lines(decode_group(await payload), texts, step)
+    def write(payload: bytes) -> None:
+        lines = episode_lines(decode_group(payload), texts, step)
         shown = [without_secrets(line, secrets) for line in lines] if secrets else lines
-        EpisodeLog.append(folder, shown)
+        with _WRITING:
+            EpisodeLog.append(folder, shown)
+
+    for payload in payloads:
+        await asyncio.to_thread(write, await payload)

@@ -29,6 +29,7 @@ from areal_ray.engines.protocols import (
     GenerationEngine,
     GenerationRequest,
     GenerationResult,
+    PreparesAhead,
 )
 from areal_ray.errors import DeadlineExceeded, EngineDied, EngineError, PublishError
 from areal_ray.runtime.fleet import reach
@@ -125,7 +126,8 @@ class RolloutActor:
             )
             from areal_ray.runtime.weight_receiver import WeightReceiver  # imports torch
 
-            self._receiver = WeightReceiver(self._engine.weight_shapes())
+            ahead = self._engine.prepare_swap if isinstance(self._engine, PreparesAhead) else None
+            self._receiver = WeightReceiver(self._engine.weight_shapes(), ahead)
             self._engine.start(self._guard.on_results, self._guard.on_chunks)
             if sync and not pinned:
                 self._catch_up(reach(sync))

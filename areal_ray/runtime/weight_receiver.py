@@ -5,8 +5,10 @@ either take what was staged (to swap it in) or discard it. A late joiner stages 
 object store instead. Staging memory is one copy of the model.
 """
 
+import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from numpy.typing import NDArray
 from areal_ray.core.buckets import BucketPlan, RunningDigest, digest, verify
 from areal_ray.core.weight_delta import encoded_bytes, header_bytes, open_header, unit_bytes
 from areal_ray.engines import tensor_bytes
-from areal_ray.errors import PublishError
+from areal_ray.engines.arriving import Abandoned, ArrivingTensors
+from areal_ray.errors import EngineError, PublishError
 from areal_ray.runtime import collective
 from areal_ray.runtime.membership import GroupBroken, Membership
 from areal_ray.runtime.weight_files import WeightFile, read_version
@@ -23,6 +26,7 @@ from areal_ray.runtime.weight_files import WeightFile, read_version
 if TYPE_CHECKING:
     from torch import Tensor
 
+_log = logging.getLogger(__name__)
 _IN_FLIGHT = 2
 """Buckets awaited at once."""
 
@@ -30,15 +34,27 @@ _IN_FLIGHT = 2
 class WeightReceiver:
     """Receives versions into staging memory; never touches the live weights."""
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """What to expect: name and shape of each tensor."""
+    def __init__(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        prepare: Callable[[Mapping[str, "Tensor"]], None] | None = None,
+    ) -> None:
+        """Receive nothing yet.
+
+        Args:
+            expected: Name and shape of each tensor.
+            prepare: Called on a thread of its own with tensors that are arriving; `take` then
+                returns the same mapping.
+        """
+        self._prepare = prepare
+        self._arriving: tuple[ArrivingTensors, Thread] | None = None
         self._expected = {name: tuple(shape) for name, shape in expected.items()}
         self._group: collective.BytesGroup | None = None
         self._buffer: tuple[str, Tensor] | None = None
         """Staging memory, and for which plan and device: one plan's padding is another's tensor."""
         self._held: int | None = None
         """The version whose bytes the staging memory holds whole, live or not."""
-        self._staged: tuple[int, BucketPlan, Tensor] | None = None
+        self._staged: tuple[int, Mapping[str, Tensor]] | None = None
         self._accepted_plan = ""
 
     @property
@@ -83,11 +99,15 @@ class WeightReceiver:
             base, self._held = self._held, None
             if group.next_is_delta():
                 digests = _receive_changes(plan, group, buffer, base)
+                tensors = _arrived(plan, buffer)
             else:
-                digests = _receive_buckets(plan, group, buffer, version)
+                tensors, digests = self._expect(plan, buffer), []
+                for bucket, proof in enumerate(_received(plan, group, buffer, version)):
+                    digests.append(proof)
+                    tensors.advance(plan.bounds(bucket)[1])
             if group is not self._group:
                 raise GroupBroken(f"version {version}: the group was replaced while staging")
-            self._held, self._staged = version, (version, plan, buffer)
+            self._held, self._staged = version, (version, tensors)
         finally:
             # The others must not wait until the deadline for a member that gave up.
             if self._staged is None and group is self._group:
@@ -116,7 +136,7 @@ class WeightReceiver:
             except ValueError as error:
                 raise PublishError(f"snapshot of version {version}: {error}") from error
             tensor_bytes.write_bytes(buffer, payload[: plan.total_bytes])
-        self._staged = (version, plan, buffer)
+        self._staged = (version, _arrived(plan, buffer))
         return digests
 
     def take(self, version: int) -> Mapping[str, "Tensor"]:
@@ -128,13 +148,20 @@ class WeightReceiver:
         if self._staged is None or self._staged[0] != version:
             held = "none" if self._staged is None else f"version {self._staged[0]}"
             raise PublishError(f"swap to version {version}: staged is {held}. Stage it first")
-        _, plan, buffer = self._staged
+        _, tensors = self._staged
         self._staged = None
-        return tensor_bytes.tensor_views(plan, buffer)
+        if self._arriving is not None:  # all has arrived: it ends, and is not to be done twice
+            self._arriving[1].join()
+        return tensors
 
     def discard(self) -> None:
-        """Forget what was staged."""
+        """Forget what was staged; nothing reads its memory any more."""
         self._staged = None
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            tensors, thread = arriving
+            tensors.abandon()
+            thread.join()
 
     def leave(self) -> None:
         """Leave the group, if in one, and forget what was staged."""
@@ -142,6 +169,15 @@ class WeightReceiver:
         group, self._group = self._group, None
         if group is not None:
             collective.leave_group(group)
+
+    def _expect(self, plan: BucketPlan, buffer: "Tensor") -> ArrivingTensors:
+        """What the buckets will bring, for the engine to work on meanwhile."""
+        tensors = tensor_bytes.arriving_views(plan, buffer)
+        if self._prepare is not None:
+            thread = Thread(target=_prepared, args=(self._prepare, tensors), daemon=True)
+            self._arriving = tensors, thread
+            thread.start()
+        return tensors
 
     def _accept(self, plan: BucketPlan) -> None:
         if plan.digest == self._accepted_plan:
@@ -158,20 +194,35 @@ class WeightReceiver:
         return self._buffer[1]
 
 
-def _receive_buckets(
+def _arrived(plan: BucketPlan, buffer: "Tensor") -> ArrivingTensors:
+    """Tensors of a buffer that is whole."""
+    tensors = tensor_bytes.arriving_views(plan, buffer)
+    tensors.advance(plan.total_bytes)
+    return tensors
+
+
+def _prepared(prepare: Callable[[Mapping[str, "Tensor"]], None], tensors: ArrivingTensors) -> None:
+    try:
+        prepare(tensors)
+    except Abandoned:
+        return
+    except (EngineError, RuntimeError) as error:  # the swap will find the same, and tell it
+        _log.warning("weights could not be prepared as they came: %s", error)
+
+
+def _received(
     plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", version: int
-) -> list[str]:
+) -> Iterator[str]:
     """Digests of the buckets, each taken while the next one is under way."""
     if group.reader is not None:
-        return _read_buckets(plan, group, buffer, version)
+        yield from _read(plan, group, buffer, version)
+        return
     slices = [buffer[slice(*plan.bounds(bucket))] for bucket in range(plan.num_buckets)]
-    digests: list[str] = []
     posted = deque(group.post_broadcast(part) for part in slices[:_IN_FLIGHT])
     for bucket, arrived in enumerate(slices):
         group.wait(posted.popleft(), f"bucket {bucket} of {plan.num_buckets}")
         posted.extend(map(group.post_broadcast, slices[bucket + _IN_FLIGHT :][:1]))
-        digests.append(digest(arrived.cpu().numpy()))
-    return digests
+        yield digest(arrived.cpu().numpy())
 
 
 def _receive_changes(
@@ -205,12 +256,11 @@ def _receive_changes(
     return digests
 
 
-def _read_buckets(
+def _read(
     plan: BucketPlan, group: collective.BytesGroup, buffer: "Tensor", version: int
-) -> list[str]:
+) -> Iterator[str]:
     """The same out of the memory of a learner on this node."""
     source = group.begin(version)
-    digests: list[str] = []
     for bucket in range(plan.num_buckets):
         group.wait_whole(bucket, f"bucket {bucket} of {plan.num_buckets}")
         start, end = plan.bounds(bucket)
@@ -219,5 +269,4 @@ def _read_buckets(
             part = slice(low, min(low + proof.PART_BYTES, end))
             tensor_bytes.write_bytes(buffer[part], source[part])
             proof.add(buffer[part].numpy())
-        digests.append(str(proof))
-    return digests
+        yield str(proof)

@@ -1,12 +1,19 @@
 """Messages in one form, however a client or a data set spells them."""
 
 import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from areal_ray.gateway.messages import canonical, conversation, message_key
+from areal_ray.gateway.messages import (
+    CallIds,
+    canonical,
+    conversation,
+    in_call_order,
+    message_key,
+)
 from areal_ray.gateway.template import ChatTemplate
 from tests.support.templates import TPL_A, TPL_E, letter_tokenizer
 
@@ -95,6 +102,30 @@ def test_who_of_several_users_speaks_counts_and_names_of_results_and_agents_do_n
         assert len({key(role), key(role, name="ann"), key(role, name="bob")}) == 3
     for role in ("assistant", "tool"):
         assert key(role) == key(role, name="ann")
+
+
+def test_results_find_their_calls_by_the_longest_id_and_in_no_time_however_many_there_are():
+    ids = [f"call_{number}" for number in range(9000)]
+    calls = [{**call({}), "id": one} for one in ids]
+    asked = canonical({"role": "assistant", "tool_calls": calls})
+    given = [{"role": "tool", "content": one, "tool_call_id": f"{one}|fc"} for one in ids]
+    begun = time.process_time()
+    ordered = in_call_order([asked, *reversed(given)])
+    assert time.process_time() - begun < 3.0
+    assert list(ordered) == [asked, *given]
+
+
+def test_an_id_is_known_without_punctuation_with_something_appended_and_no_other():
+    known = CallIds[str]()
+    assert not known
+    for one in ("call_1", "call-12", "call_1", "", "x" * 300):
+        known.note(one, one)
+    assert known.find("call1") == "call_1"
+    assert known.find("call12") == known.find("call_12|fc_3") == "call-12"
+    assert known.find("call_13") == "call_1"
+    assert known.find("x" * 300) == "x" * 300
+    assert (known.find(""), known.find("--")) == ("", "")
+    assert [known.find(one) for one in (None, "cal", "other", "x" * 299)] == [None] * 4
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])

@@ -105,6 +105,14 @@ def test_a_result_without_its_call_is_a_400_that_names_both(dialect):
     assert "t1" in told(dialect, answer)
 
 
+def test_a_result_with_an_empty_id_is_of_a_call_that_the_model_wrote_as_text():
+    result = {"type": "tool_result", "tool_use_id": "", "content": "5"}
+    history = [USER, {"role": "assistant", "content": "x"}, {"role": "user", "content": [result]}]
+    gateway, answer = asked("messages", history)
+    assert answer.status == 200
+    assert "5" in prompt(gateway)
+
+
 @pytest.mark.parametrize("dialect", ["responses", "messages"])
 def test_a_turn_without_a_call_before_it_makes_no_result_of_one(dialect):
     """In chat it may: agents there read calls out of the text themselves."""
