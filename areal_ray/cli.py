@@ -127,7 +127,14 @@ def evaluate(
         recipe = evaluation_of(load_recipe(target), None, overrides or ())
     else:
         folder = find_run(target, fileroot)
-        recipe = evaluation_of(load_recipe(folder / RECIPE_FILE), folder, overrides or ())
+        trained = load_recipe(folder / RECIPE_FILE)
+        if trained.evaluation is None and not overrides:
+            raise RecipeError(
+                f"{folder}: was trained without held-out tasks (kind: {trained.kind}, no "
+                "evaluation), so there is nothing to score it on. Name a recipe that has "
+                f"evaluation and reward: areal-ray eval RECIPE model.path={folder / 'model'}"
+            )
+        recipe = evaluation_of(trained, folder, overrides or ())
     _go(recipe, overwrite=True, resume=False, print_config=print_config)
 
 

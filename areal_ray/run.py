@@ -378,7 +378,11 @@ class Run(LearnerRun):
 
 def _commit_record(made: GroupSummary, scored: ScoreSummary) -> dict[str, Any]:
     place = scored.place
-    sessions = {"sessions": list(made.sessions), "session_group": made.session_group}
+    sessions = {
+        "sessions": list(made.sessions),
+        "session_group": made.session_group,
+        "task": made.task_id,  # the client's name of it; the group's has that of a slot
+    }
     return {
         "oldest_version": made.oldest_version,
         "newest_version": made.newest_version,

@@ -12,6 +12,7 @@ from areal_ray.telemetry.summary import read_summary
 from areal_ray.telemetry.views import duration_text
 
 _UNKNOWN = "-"
+_MOST_TASK = 40
 
 
 def list_runs(folders: Sequence[Path]) -> str:
@@ -89,12 +90,17 @@ def describe_lineage(folder: Path, lineage: Lineage) -> str:
         f"groups   {len(record.groups)}, {len(rewards)} episodes with a reward{mean}"
         + (f", {len(record.sessions)} sessions" if record.sessions else "")
     )
-    table: list[tuple[str, ...]] = [("group", "sampled by", "tokens", "rewards", "sessions")]
+    head = ("group", "task", "sampled by", "tokens", "rewards", "sessions")
+    table: list[tuple[str, ...]] = [head]
     for group in record.groups:
         oldest, newest = group.sampled_by
         by = str(oldest) if oldest == newest else f"{oldest} to {newest}"
         given = " ".join(_UNKNOWN if r is None else f"{r:g}" for r in group.rewards)
-        table.append((group.group, by, str(group.tokens), given, " ".join(group.sessions)))
+        task = group.task if len(group.task) <= _MOST_TASK else group.task[:_MOST_TASK] + "..."
+        sessions = " ".join(group.sessions)
+        table.append((group.group, task, by, str(group.tokens), given, sessions))
+    if not any(group.task for group in record.groups):  # the groups' names have them
+        table = [(row[0], *row[2:]) for row in table]
     return "\n".join([*lines, _table(table)])
 
 

@@ -25,6 +25,8 @@ class ShapingGroup:
     """Oldest and newest version that sampled it."""
     sessions: tuple[str, ...] = ()
     """Of the gateway, in the order of the rewards."""
+    task: str = ""
+    """What clients named the sessions' task; empty elsewhere, where the group's name has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +123,5 @@ def _shaping(group: str, record: Mapping[str, Any]) -> ShapingGroup:
         tokens=record.get("tokens", 0),
         sampled_by=(record.get("oldest_version", -1), record.get("newest_version", -1)),
         sessions=tuple(record.get("sessions", ())),
+        task=record.get("task", ""),
     )

@@ -44,10 +44,10 @@ class MismatchAlarm:
         if self._blind_steps != _BLIND_AFTER_STEPS:
             return None
         return (
-            f"step {step}: {_BLIND_AFTER_STEPS} steps so far trained on no token of the learner's "
-            f"own version, so {MISMATCH} and its alarm are blind in them. Look at "
-            f"mismatch/stale_kl_nats and {PROBE}, or run some steps with "
-            "admission.max_head_offpolicyness=0."
+            f"step {step}: note: {MISMATCH}, which tells whether rollout engine and learner agree, "
+            f"was not to be had in {_BLIND_AFTER_STEPS} steps so far: all tokens in them were of "
+            f"older versions. {PROBE} tells it after each publish, too; for {MISMATCH} run some "
+            "steps with admission.max_head_offpolicyness=0."
         )
 
 

@@ -29,7 +29,8 @@ def test_a_run_without_fresh_tokens_is_told_once_that_the_alarm_is_blind():
     told += [alarm.check(step, {FRESH_TOKENS: 0.0}) for step in range(2, 60)]
     lines = [line for line in told if line is not None]
     assert len(lines) == 1
-    assert lines[0].startswith("step 21: 20 steps so far trained on no token")
+    assert lines[0].startswith(f"step 21: note: {MISMATCH}, which tells")
+    assert "in 20 steps so far" in lines[0]
     silent = MismatchAlarm(None)
     assert not any(silent.check(step, {FRESH_TOKENS: 0.0}) for step in range(60))
 

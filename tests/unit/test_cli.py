@@ -239,3 +239,14 @@ def test_a_run_folder_that_was_renamed_is_resumed_in_place(recipe, tmp_path, cap
     held.release()
     assert f"the run in {moved} is going on" in capsys.readouterr().err
     assert not (tmp_path / "moved/sums").exists()
+
+
+def test_a_run_without_held_out_tasks_is_not_scored_but_told_how(tmp_path, capsys):
+    recipe = (RECIPES / "online/calculator.yaml").read_text(encoding="utf-8")
+    RunFolder.claim(tmp_path / "runs" / "served", recipe).release()
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "served", "--fileroot", str(tmp_path / "runs")])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "was trained without held-out tasks (kind: online, no evaluation)" in told
+    assert f"areal-ray eval RECIPE model.path={tmp_path / 'runs' / 'served' / 'model'}" in told

@@ -1,6 +1,7 @@
 """What a run's ledger tells of the groups and sessions behind each version."""
 
 import json
+import re
 
 import pytest
 
@@ -17,7 +18,9 @@ def step(number, *groups, sampled_by=(0, 0), sessions=()):
         "rewards": [1.0, None],
         "oldest_version": sampled_by[0],
         "newest_version": sampled_by[1],
-        **({"sessions": list(sessions), "session_group": "g"} if sessions else {}),
+        **(
+            {"sessions": list(sessions), "session_group": "g", "task": "apples"} if sessions else {}
+        ),
     }
     return [
         *({"event": "committed", "group": group, **fields} for group in groups),
@@ -39,7 +42,7 @@ def test_a_version_is_shaped_by_its_step_and_those_of_all_its_ancestors():
         *step(2, "0/b/0", "0/c/0", sampled_by=(0, 1), sessions=("s1", "s2")),
     ]
     found = lineage_of(events, 2)
-    group = ShapingGroup("0/b/0", (1.0, None), 7, (0, 1), ("s1", "s2"))
+    group = ShapingGroup("0/b/0", (1.0, None), 7, (0, 1), ("s1", "s2"), "apples")
     assert found.record.groups[0] == group
     assert (found.record.parent, found.record.restored) == (1, None)
     assert [record.version for record in found.shaped_by] == [2, 1, 0]
@@ -84,7 +87,7 @@ def test_lineage_is_told_as_text_and_as_json(run, capsys):
     main_ends(["lineage", "1", *where])
     told = capsys.readouterr().out
     assert "of version 0 again: accuracy 0.1 is below 0.5" in told
-    assert "ses_1 ses_2" in told
+    assert re.search(r"0/slot-0/0 +apples .* ses_1 ses_2", told)
     assert "1 -" in told  # rewards, one of them missing
     main_ends(["lineage", "1", "--run", "support-bot", "--json", *where])
     record = json.loads(capsys.readouterr().out)["record"]
