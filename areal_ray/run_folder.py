@@ -52,6 +52,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock = lock
+        self._before: dict[Path, str | None] = {}
 
     @classmethod
     def hold(cls, path: Path) -> "RunFolder":
@@ -99,6 +100,8 @@ class RunFolder:
                 raise RecipeError(problem)
             with writing(self.path):
                 if resume:  # its summary is of an earlier end
+                    told = [self.path / RECIPE_FILE, self.path / _SUMMARY_FILE]
+                    self._before = {path: _text(path) for path in told}
                     (self.path / _SUMMARY_FILE).unlink(missing_ok=True)
                 else:
                     _empty(self.path)
@@ -106,6 +109,14 @@ class RunFolder:
         except BaseException:
             self.release()
             raise
+
+    def put_back(self) -> None:
+        """Undo a `begin` that goes on with a run: it could not go on so, and is as it was."""
+        for path, text in self._before.items():
+            if text is None:
+                path.unlink(missing_ok=True)
+            else:
+                replace_text(path, text)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json; a reader sees the old or the new one, whole."""
@@ -223,6 +234,10 @@ def _lock(path: Path) -> int | None:
             time.sleep(_LOCK_S / 50)
         else:
             return lock
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _empty(path: Path) -> None:

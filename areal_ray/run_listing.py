@@ -123,13 +123,12 @@ def _row(folder: Path) -> tuple[str, ...]:
     known = read_status(folder)
     summary = read_summary(folder) or {}
     now: dict[str, Any] = dict(known.status) if known.is_running else summary
-    planned = now.get("planned_steps") or now.get("steps_total")
-    step = now.get("step", now.get("steps"))
+    planned, step = now.get("planned_steps"), now.get("step", now.get("steps"))
     age_s = max(0.0, time.time() - max(p.stat().st_mtime for p in [folder, *folder.iterdir()]))
     return (
         folder.name,
         state_of(folder),
-        f"{step} of {planned}" if step is not None and planned else _UNKNOWN,
+        _UNKNOWN if step is None else f"{step} of {planned}" if planned else str(step),
         _UNKNOWN if now.get("version") is None else str(now["version"]),
         _number((summary.get("reward") or {}).get("last")),
         _number((summary.get("eval") or {}).get("after")),

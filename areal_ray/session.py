@@ -39,7 +39,7 @@ from areal_ray.records import Records
 from areal_ray.run import LearnerRun, Run, ServingRun
 from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import Connection, connect, environment_secrets, head_patience_s
-from areal_ray.runtime.evaluation import Pinned
+from areal_ray.runtime.evaluation import EvaluationService, Pinned
 from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.runtime.publish_report import Committed
 from areal_ray.runtime.session_service import SessionService
@@ -180,8 +180,9 @@ class Session:
         if self.error is not None:  # what ended the run is the cause, not what followed
             return "failed"
         self.error = error
-        if not isinstance(error, ArealRayError):
-            _log.error("%s", "".join(traceback.format_exception(error)))
+        is_told = isinstance(error, ArealRayError)
+        trace = "".join(traceback.format_exception(error))
+        _log.log(logging.INFO if is_told else logging.ERROR, "%s", error if is_told else trace)
         return "failed"
 
     def _check_stop(self) -> None:
@@ -271,10 +272,8 @@ class Session:
         records = self._open_records(begin, None)
         service = await start_eval(graph, records.event)
         self._begin(0, begin)
-        scored = service.score(Pinned(begin.step, Committed(begin.version)))
         with self._waits.waiting("driver", "the scores of the held-out tasks"):
-            head = HeadWatch(head_patience_s())
-            records.evaluated(await telling(records, head, scored, dict))
+            await _score_once(service, records, begin)
 
     async def _serve(self, graph: ActorGraph, begin: StartPoint) -> None:
         run, self.gateway = await _start_inference(graph, self._open_records(begin, None))
@@ -329,13 +328,20 @@ class Session:
             tally=tally,
         )
         summary = sum_up(outcome, self.error)
+        is_refused = self._resume and outcome == "failed" and self._state is None
         try:
-            write_summary(folder, summary)
+            self._folder.put_back() if is_refused else write_summary(folder, summary)
         except StorageError as error:
             summary = sum_up(self._fail(error), self.error)
         report = report_on(folder, self._progress) if records is not None else None
         self._progress.stop(summary, report)
         return summary
+
+
+async def _score_once(service: EvaluationService, records: Records, begin: StartPoint) -> None:
+    """What the model of a run of kind eval comes to."""
+    work = service.score(Pinned(begin.step, Committed(begin.version)))
+    records.evaluated(await telling(records, HeadWatch(head_patience_s()), work, dict))
 
 
 async def _start_rl(

@@ -13,6 +13,8 @@ from areal_ray.prepare import begin_at
 from areal_ray.recipe import Recipe, parse_recipe
 from areal_ray.run_folder import conflict
 from areal_ray.runtime.saving import CHECKPOINTS_FOLDER
+from areal_ray.session import Session
+from areal_ray.telemetry.progress import QuietProgress
 from tests.support.tiny_models import write_tiny_model
 
 ONLINE = """\
@@ -63,6 +65,19 @@ def test_another_seed_than_that_of_the_order_is_refused_before_anything_starts(r
     checkpoints.commit(2, drawn)
     with pytest.raises(DataError, match=r"seed: is 0; must be 5"):
         resumed(recipe)
+
+
+def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(recipe):
+    record_beginning(recipe, StartPoint(recipe.model_path), {**STATE, "tasks": {"seed": 0}})
+    (recipe.folder / "summary.json").write_text("{}")
+    left = {path.name: path.read_text() for path in recipe.folder.iterdir()}
+    other = parse_recipe(ONLINE, [f"cluster.fileroot={recipe.folder.parent}", "seed=3"])
+    session = Session(other, resume=True, progress=QuietProgress())
+    assert session.run().outcome == "failed"
+    assert "must be 0" in str(session.error)
+    now = {p.name: p.read_text() for p in recipe.folder.iterdir()}
+    assert "must be 0" in now.pop("log.txt")
+    assert now == {**left, ".lock": ""}
 
 
 def test_a_checkpoint_goes_before_it(recipe):

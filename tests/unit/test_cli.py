@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -211,6 +212,8 @@ def test_status_lists_runs_and_tells_what_a_running_one_waits_for(recipe, capsys
     out = capsys.readouterr().out
     assert "sums: running" in out
     assert "3 of 16 groups" in out
+    assert run("status") == 0
+    assert re.search(r"sums +running +3 +3 ", capsys.readouterr().out)
     folder.release()
     assert run("status") == 0
     assert "ended without a summary" in capsys.readouterr().out
