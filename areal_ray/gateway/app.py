@@ -24,7 +24,7 @@ from areal_ray.errors import ArealRayError
 from areal_ray.gateway.answer import Answer, Answers
 from areal_ray.gateway.anthropic import AnthropicMessages
 from areal_ray.gateway.call import Call, CallError, CallHints, CallReply, Dialect
-from areal_ray.gateway.door import Door, SessionRecord
+from areal_ray.gateway.door import Door, SessionRecord, time_is_up
 from areal_ray.gateway.exchange import (
     ClientGone,
     Exchange,
@@ -251,32 +251,46 @@ class Edge:
         try:
             call = await self._read(dialect, exchange)
             counts.num_calls += 1
+            owner = f"{exchange.key()} {session}"
             record = await service.door.enter(exchange.key(), session, call.hints)
+            timer = asyncio.timeout_at(record.ends_at)
             try:
-                owner = f"{exchange.key()} {session}"
-                call = service.replies.resumed(call, owner)
-                call = await service.constrained(call, record)
-                keep = partial(self._keep, dialect, call, owner)
-                answer = await service.begin(call, record)
-                try:
-                    if call.stream:
-                        counts.num_streams += 1
-                        await send_stream(exchange, dialect.writer(call), answer, keep)
-                        return
-                    async with exchange.watched():
-                        reply = await answer.whole()
-                    keep(reply)
-                finally:
-                    answer.abandon("the call broke off")
+                async with timer:
+                    reply = await self._replied(dialect, exchange, call, record, owner)
+            except TimeoutError:
+                raise time_is_up(record) from None
             finally:
                 service.door.leave(record)
         finally:
             counts.num_open -= 1
+        if reply is None:
+            return
         size = (_OF_LOGPROBS if call.logprobs else 1) * OF_A_TOKEN * reply.num_tokens
         written = await service.answers.off_loop.run(
             size, lambda: json_bytes(dialect.write(call, reply))
         )
         await exchange.answer(200, written, [(b"x-request-id", reply.id.encode())])
+
+    async def _replied(
+        self, dialect: Dialect, exchange: Exchange, call: Call, record: SessionRecord, owner: str
+    ) -> CallReply | None:
+        """What is to be sent; None where it was streamed."""
+        service = self._service
+        call = service.replies.resumed(call, owner)
+        call = await service.constrained(call, record)
+        keep = partial(self._keep, dialect, call, owner)
+        answer = await service.begin(call, record)
+        try:
+            if call.stream:
+                service.counts.num_streams += 1
+                await send_stream(exchange, dialect.writer(call), answer, keep, record)
+                return None
+            async with exchange.watched():
+                reply = await answer.whole()
+            keep(reply)
+            return reply
+        finally:
+            answer.abandon("the call broke off")
 
     def _keep(self, dialect: Any, call: Call, owner: str, reply: CallReply) -> None:
         """A dialect whose calls may be stored has `stored_name`."""

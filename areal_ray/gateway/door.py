@@ -4,6 +4,7 @@ The gateway's sessions stand behind a `Door`; `OpenDoor` serves without them: ev
 by itself and forgotten with its answer.
 """
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,9 +39,15 @@ class SessionRecord:
     empty."""
     is_full: bool = False
     """Whether the last call was refused because its prompt leaves no room to answer."""
+    ends_at: float | None = None
+    """On the event loop's clock: when its time is up, and that of calls under way; None = never."""
     turn_over: Callable[[int, str], None] = _untold
     """Told the `turn_id` of each turn once the recorder has its end, before the last byte of the
     reply is sent, and the `CallReply.id` that the client knows it by; "" if it got none."""
+
+    def is_late(self) -> bool:
+        """Whether its time is up."""
+        return self.ends_at is not None and self.ends_at <= asyncio.get_running_loop().time()
 
 
 class Door(Protocol):
@@ -67,6 +74,12 @@ class Door(Protocol):
 
     def leave(self, record: SessionRecord) -> None:
         """The call is over, however it ended; once for each `enter` that returned."""
+
+
+def time_is_up(record: SessionRecord) -> CallError:
+    """What who waits for a call is told when its session's time is over."""
+    told = f"session {record.session_id}: its time is up, and its calls end with it. Start another"
+    return CallError(410, "session_over", told)
 
 
 def unknown_key(key: str) -> CallError:

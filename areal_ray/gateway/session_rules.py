@@ -27,9 +27,9 @@ class SessionsConfig(Config):
     """How long sessions last."""
 
     session_timeout_s: float = Field(3600.0, gt=0.0)
-    """Longest life of a session. Then, as with the next one, it counts with the reward that it
-    has, or is given within `feedback_timeout_s`; without one it is rejected, with the time-out as
-    reason."""
+    """Longest life of a session; a call under way then is broken off. After it, as with the next
+    one, it counts with the reward that it has, or is given within `feedback_timeout_s`; without one
+    it is rejected, with the time-out as reason."""
     idle_timeout_s: float = Field(900.0, gt=0.0)
     """Longest silence of a session between two calls."""
     feedback_timeout_s: float = Field(600.0, ge=0.0)
@@ -139,6 +139,10 @@ class SessionRules:
                 return
         self._book.write(session, "state", state=str(SessionState.SEALED))
         self.note(session.group)
+
+    def rest_s(self, session: Session) -> float:
+        """How long a session may still last."""
+        return session.start.started_s + self._config.session_timeout_s - self._clock()
 
     def sweep(self) -> None:
         """End sessions whose time is up; looks at most once a second."""

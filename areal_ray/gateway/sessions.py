@@ -1,5 +1,6 @@
 """The gateway's sessions: who may call into which record, and what training gets of them."""
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -290,6 +291,8 @@ class Sessions:
         session = self._entered(self.identify(key), path_session)
         session.num_inside += 1
         session.active_s = self._clock()
+        rest_s = self.rules.rest_s(session)
+        session.record.ends_at = asyncio.get_running_loop().time() + rest_s
         session.note_conversations(conversation_names(hints))
         return session.record
 

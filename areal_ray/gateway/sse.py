@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 from areal_ray.gateway.answer import Answer
 from areal_ray.gateway.call import CallError, CallReply, StreamWriter
+from areal_ray.gateway.door import SessionRecord, time_is_up
 from areal_ray.gateway.exchange import Exchange
 from areal_ray.gateway.upstream import UpstreamAnswer
 
@@ -19,11 +20,13 @@ async def send_stream(
     writer: StreamWriter,
     answer: Answer | UpstreamAnswer,
     on_reply: Callable[[CallReply], None],
+    record: SessionRecord,
 ) -> None:
     """Stream an answer; every error after the headers is told in the stream.
 
     One write for each chunk of the sampler's. A client that reads slowly holds up its own stream
-    alone. `on_reply` is called with the whole before the last bytes leave.
+    alone. `on_reply` is called with the whole before the last bytes leave; `record` is that of the
+    call's session, whose time may end amid the stream.
 
     Raises:
         ClientGone: The client left; what was being sampled is aborted.
@@ -46,7 +49,7 @@ async def send_stream(
         except asyncio.CancelledError:
             if client.is_gone:
                 raise
-            failure = SHUTTING_DOWN
+            failure = time_is_up(record) if record.is_late() else SHUTTING_DOWN
     if failure is not None:
         await exchange.end_stream(writer.fail(failure))
         raise failure

@@ -120,6 +120,37 @@ def test_without_a_slot_a_start_is_told_when_to_come_again(tmp_path):
     run(tmp_path, [Said("a")], test)
 
 
+def test_a_call_under_way_ends_with_the_time_of_its_session_however_it_trickles(tmp_path):
+    """A token now and then starts nothing anew: the slot is free at the time that was set."""
+
+    async def test(replica: Replica) -> None:
+        told = await started(replica, group_size=2)
+        keys = [one["api_key"] for one in told["sessions"]]
+
+        async def whole() -> None:
+            await asked(replica, keys[0])
+
+        async def streamed() -> None:
+            async for _ in await asked(replica, keys[1], stream=True):
+                pass
+
+        async with asyncio.timeout(30):
+            ends = await asyncio.gather(whole(), streamed(), return_exceptions=True)
+            while replica.sampler.num_running:
+                await asyncio.sleep(0.01)
+        assert [type(one) for one in ends] == [openai.APIStatusError, openai.APIError]
+        assert all("its time is up" in str(one) for one in ends)
+        assert len(replica.sampler.aborted) == 2
+        async with asyncio.timeout(10):
+            while replica.sessions.counts().num_sessions:
+                replica.sessions.rules.sweep()
+                await asyncio.sleep(0.1)
+        assert replica.sessions.counts().rejected == {"session_timeout": 2}
+
+    slow = Said("word " * 1000, pause_s=0.05, hangs=True)
+    run(tmp_path, [slow], test, session_timeout_s=1.5, feedback_timeout_s=0)
+
+
 def test_an_idempotency_key_in_the_header_counts_like_a_request_id(tmp_path):
     async def test(replica: Replica) -> None:
         replica.sessions.open_slot()
