@@ -40,10 +40,10 @@ from areal_ray.run import LearnerRun, Run, ServingRun
 from areal_ray.run_folder import RunFolder
 from areal_ray.runtime.cluster import (
     Connection,
-    address_of,
     connect,
     environment_secrets,
     head_patience_s,
+    what_connect_does,
 )
 from areal_ray.runtime.evaluation import EvaluationService, Pinned
 from areal_ray.runtime.head_watch import HeadWatch
@@ -162,9 +162,7 @@ class Session:
             if self._resume:
                 self._begin_point = begin_at(recipe, resume=True, tell=self._progress.on_event)
             if self._connection is None:
-                address = address_of(recipe.cluster, recipe.scheduler)
-                doing = "starting Ray" if address is None else f"joining the Ray at {address}"
-                self._progress.on_event(f"{doing} ...")
+                self._progress.on_event(what_connect_does(recipe.cluster, recipe.scheduler))
                 self._connection = connect(
                     recipe.cluster, recipe.scheduler, recipe.deadlines, self._check_stop
                 )
