@@ -1,9 +1,10 @@
 """What a request body asks of how its reply is sampled, read alike by every dialect.
 
-What no engine here can do is told by name: `Answers` refuses it where the client's
-wishes count. Agents that always send all fields, with values that ask for nothing, are served.
-Another provider that answers in place of the policy gets these fields as they came, and judges
-them itself; what names the client's users, keeps its data or costs more is not among them.
+What no engine here can do, or no prompt here is made by, is told by name: `Answers` refuses it
+where the client's wishes count. Agents that always send all fields, with values that ask for
+nothing, are served. Another provider that answers in place of the policy gets these fields as
+they came, and judges them itself; what names the client's users, keeps its data or costs more is
+not among them.
 """
 
 from collections.abc import Mapping
@@ -30,9 +31,17 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "documents": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "functions": ([],),
 }
 """Names that servers of the same API know -> values that ask for nothing, beside null."""
-_PASSED_ON = ("reasoning_effort", "verbosity", "chat_template_kwargs")
+_PASSED_ON = ("reasoning_effort", "verbosity")
 """Names that mean nothing to the engines here, and are passed over."""
 _ELSEWHERE: Mapping[tuple[str, str], str] = {
     ("reasoning", "effort"): "reasoning_effort",

@@ -308,7 +308,11 @@ def test_what_a_client_asks_of_sampling_reaches_the_sampler_or_is_refused(dialec
     assert ask(**asked) == ({} if is_trained else asked)
     assert ask(top_k=-1, min_p=0) == ({} if is_trained else {"top_k": 0, "min_p": 0.0})
     assert ask(top_k=None, logit_bias={}, min_tokens=0, ignore_eos=False, best_of=1) == {}
-    for unserved in ({"min_tokens": 5}, {"ignore_eos": True}, {"guided_choice": ["a", "b"]}):
+    assert ask(chat_template_kwargs={}, add_generation_prompt=True, functions=[]) == {}
+    for unserved in (
+        *({"min_tokens": 5}, {"ignore_eos": True}, {"guided_choice": ["a", "b"]}),
+        *({"chat_template_kwargs": {"enable_thinking": False}}, {"functions": [{"name": "add"}]}),
+    ):
         if is_trained:  # an agent's own settings do not keep it from training
             assert ask(**unserved) == {}
             continue

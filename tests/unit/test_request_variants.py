@@ -389,3 +389,31 @@ def test_items_that_were_streamed_are_those_of_the_whole_reply_wherever_it_is_cu
     last = streamed.events()[-1]["response"]
     assert bare(last) == bare(whole.json())
     assert (last["status"], last["usage"]) == (whole.json()["status"], whole.json()["usage"])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_line_that_counts_requests_in_the_system_text_breaks_no_line_in_any_dialect(dialect):
+    spoken = DIALECTS[dialect]
+
+    def body(mark: str, history: list[Any]) -> dict[str, Any]:
+        line = f"x-billing: cch={mark};"
+        text = f"{line}\nBe good."
+        if dialect == "messages":
+            blocks = [{"type": "text", "text": one} for one in (line, "Be good.")]
+            return {"system": blocks, "max_tokens": 9, "messages": history}
+        if dialect == "responses":
+            return {"instructions": text, "input": history}
+        return {"messages": [{"role": "system", "content": text}, *history]}
+
+    async def go() -> None:
+        gateway = make_gateway([Said("hi")], tokenizer=letter_tokenizer(), chat_template=TPL_A)
+        first = await ask(gateway, body("ab12", [USER]), path=spoken.path)
+        history = [USER, *spoken.turn(first.json()), USER]
+        assert (await ask(gateway, body("cd34", history), path=spoken.path)).status == 200
+        one, two = (request.prompt_ids.tolist() for request in gateway.sampler.requests)
+        said = next(iter(gateway.sampler.sampled.values())).token_ids.tolist()
+        assert two[: len(one) + len(said)] == [*one, *said]
+        (line,) = gateway.recorder.trajectories(task_id="t", group_id="g", episode_id="e")
+        assert len(set(line.turn_ids[line.loss_mask].tolist())) == 2
+
+    asyncio.run(go())
