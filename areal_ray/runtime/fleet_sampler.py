@@ -5,7 +5,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from areal_ray.core.turn import SampledTurn, SamplingWishes, TurnChunk, TurnEnd, TurnRequest
-from areal_ray.engines.protocols import GenerationChunk, GenerationRequest, SamplingConfig
+from areal_ray.engines.protocols import (
+    LEAST_TEMPERATURE,
+    GenerationChunk,
+    GenerationRequest,
+    SamplingConfig,
+)
 from areal_ray.runtime.rollout_client import RolloutClient
 
 _KEPT_SAMPLINGS = 1024
@@ -22,7 +27,7 @@ class FleetSampler:
     def __init__(self, rollouts: RolloutClient, sampling: SamplingConfig) -> None:
         self._rollouts = rollouts
         self._sampling_of = functools.lru_cache(_KEPT_SAMPLINGS)(
-            functools.partial(_sampling_with, sampling)  # equal ones travel as one object
+            functools.partial(sampling_with, sampling)  # equal ones travel as one object
         )
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
@@ -53,7 +58,7 @@ class FleetSampler:
         )
 
 
-def _sampling_with(
+def sampling_with(
     ours: SamplingConfig,
     max_new_tokens: int,
     stop: tuple[str, ...],
@@ -61,6 +66,10 @@ def _sampling_with(
     top_p: float | None,
     wishes: SamplingWishes,
 ) -> SamplingConfig:
+    """Ours, with what a client said. A temperature near 0 is taken for the least there is, at which
+    no more is drawn than the likeliest token either; log-probs of a lower one overflow."""
+    if temperature:
+        temperature = max(temperature, LEAST_TEMPERATURE)
     said = {"temperature": temperature, "top_p": top_p}
     changed = {name: value for name, value in said.items() if value is not None} | wishes.given()
     return ours.model_copy(update={"max_new_tokens": max_new_tokens, "stop": stop, **changed})
