@@ -274,20 +274,24 @@ def schema(
 
 @app.command()
 def load(
-    url: Annotated[str, typer.Argument(metavar="URL", help="As agents are given it.")],
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests in all.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.1, help="Begin none after.")] = None,
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Of the server, as agents are given it.")
+    ],
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 64,
+    requests: Annotated[int | None, typer.Option(min=1, help="In all [10 x concurrency].")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Send for so long.")] = None,
     dialect: Annotated[
-        Literal["chat", "responses", "messages"], typer.Option(help="Which format to ask in.")
+        Literal["chat", "responses", "messages"], typer.Option(help="Whose API to call.")
     ] = "chat",
     stream: Annotated[bool, typer.Option("--stream/--no-stream")] = True,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a prompt, about.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a reply.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, about.")] = 32,
     model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
     api_key_env: Annotated[str, typer.Option(help="Variable that holds the server's key.")] = "",
-    ask_api_key: Annotated[bool, typer.Option("--ask-api-key", help="Type the key.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
+    ask_api_key: Annotated[bool, typer.Option("--ask-api-key", help="Ask for the key.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File to write the figures to.")
+    ] = None,
 ) -> None:
     """Put load on a model server, this gateway or any, and tell how it bears it."""
     import asyncio

@@ -38,7 +38,13 @@ from areal_ray.recipe import MODEL_FOLDER, Recipe
 from areal_ray.records import Records
 from areal_ray.run import LearnerRun, Run, ServingRun
 from areal_ray.run_folder import RunFolder
-from areal_ray.runtime.cluster import Connection, connect, environment_secrets, head_patience_s
+from areal_ray.runtime.cluster import (
+    Connection,
+    connect,
+    environment_secrets,
+    head_patience_s,
+    what_connect_does,
+)
 from areal_ray.runtime.evaluation import EvaluationService, Pinned
 from areal_ray.runtime.head_watch import HeadWatch
 from areal_ray.runtime.publish_report import Committed
@@ -156,7 +162,7 @@ class Session:
             if self._resume:
                 self._begin_point = begin_at(recipe, resume=True, tell=self._progress.on_event)
             if self._connection is None:
-                self._progress.on_event("starting Ray ...")
+                self._progress.on_event(what_connect_does(recipe.cluster, recipe.scheduler))
                 self._connection = connect(
                     recipe.cluster, recipe.scheduler, recipe.deadlines, self._check_stop
                 )

@@ -72,6 +72,12 @@ def address_of(cluster: ClusterConfig, scheduler: SchedulerConfig) -> str | None
     return named or ("auto" if scheduler.type == "ray" else None)
 
 
+def what_connect_does(cluster: ClusterConfig, scheduler: SchedulerConfig) -> str:
+    """A line for whoever waits for it."""
+    address = address_of(cluster, scheduler)
+    return "starting Ray ..." if address is None else f"joining the Ray at {address} ..."
+
+
 def connect(
     cluster: ClusterConfig,
     scheduler: SchedulerConfig,

@@ -119,6 +119,8 @@ def test_a_submitted_job_trains_on_the_cluster_it_was_submitted_to(head, tmp_pat
     write_tiny_model(tmp_path / "tiny")
     done = submit(head, *words(tmp_path, "name=job"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "joining the Ray at" in done.stdout
+    assert "starting Ray" not in done.stdout
     assert "job finished: 2 of 2 steps" in done.stdout
     assert "succeeded" in done.stdout
     assert json.loads((tmp_path / "job" / "summary.json").read_text())["outcome"] == "finished"
