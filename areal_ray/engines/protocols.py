@@ -24,7 +24,7 @@ OnWeightUpdate = Literal["keep", "recompute", "drain"]
 
 
 LEAST_TEMPERATURE = 0.01
-"""Of sampling that is not greedy; vLLM takes a lower one for this."""
+"""Of sampling that is not greedy; vLLM would quietly raise a lower one to it."""
 
 
 class SamplingConfig(Config):

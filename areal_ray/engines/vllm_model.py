@@ -16,8 +16,6 @@ from areal_ray.engines.request_limits import context_window, why_ids_refused
 from areal_ray.errors import EngineError
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-_LOWEST_TEMPERATURE = 0.01
-"""vLLM would quietly raise a temperature below it, 0 apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,6 @@ class ServedModel:
     def why_refused(self, request: GenerationRequest) -> str:
         """Empty if a request can be served, else what is wrong with it."""
         sampling = request.sampling
-        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
-            return (
-                f"temperature: is {sampling.temperature:g}; must be 0 or at least "
-                f"{_LOWEST_TEMPERATURE:g} with vLLM, which would raise it. Change it."
-            )
         if sampling.stop and not self.has_tokenizer:
             return (
                 f"its stop strings need a tokenizer, which {self.folder} lacks. Add it, or stop "

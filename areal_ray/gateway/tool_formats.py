@@ -19,6 +19,8 @@ class HermesFormat:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Qwen, Hermes."""
 
     markers = (_OPEN, _CLOSE)
+    _keys = ("arguments", "parameters")
+    """Models that are shown tools with parameters call those so, too: they are not to be lost."""
 
     def begins(self, text: str, *, is_start: bool) -> int:
         """See `ToolFormat`."""
@@ -26,7 +28,7 @@ class HermesFormat:
 
     def begun(self, text: str, tools: Tools) -> BegunCall | None:
         """See `ToolFormat`."""
-        return _begun(text, len(_OPEN), ("arguments",)) if text.startswith(_OPEN) else None
+        return _begun(text, len(_OPEN), self._keys) if text.startswith(_OPEN) else None
 
     def read(self, text: str, tools: Tools, *, is_whole: bool) -> Block | None:
         """See `ToolFormat`."""
@@ -38,7 +40,7 @@ class HermesFormat:
             fields, at = object_at(text[:end], len(_OPEN))
             if text[at:end].strip():
                 return unread
-            return Block(end + len(_CLOSE), (_call(fields, ("arguments",)),))
+            return Block(end + len(_CLOSE), (_call(fields, self._keys),))
         except ValueError:
             return unread
 

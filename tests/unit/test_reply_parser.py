@@ -77,6 +77,13 @@ def test_calls_side_by_side_come_in_their_order_with_ids_of_their_own():
     assert len({call.id for call in reply.tool_calls}) == 2
 
 
+def test_arguments_that_a_model_calls_parameters_are_not_lost():
+    text = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'
+    assert read(text) == ("", "", [("add", '{"a": 1}')])
+    both = '<tool_call>{"parameters": {"a": 2}, "name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert read(both) == ("", "", [("add", '{"a": 1}')])
+
+
 def test_the_end_mark_inside_a_string_ends_no_call():
     arguments = '{"s": "a </tool_call> b \\" </tool_call>"}'
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
