@@ -58,6 +58,8 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, help="stop after so many; without it, never")
     parser.add_argument("--at-once", type=int, default=32, help="attempts side by side")
     args = parser.parse_args()
+    if "AREAL_RAY_ADMIN_KEY" not in os.environ:
+        parser.error("AREAL_RAY_ADMIN_KEY: is not set; must be the key that areal-ray serve prints")
     key = os.environ["AREAL_RAY_ADMIN_KEY"]
     client = Anthropic(base_url=args.url, api_key=key, max_retries=8)
 

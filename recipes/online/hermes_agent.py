@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--toolsets", default="", help="of hermes; all of them if not given")
     args = parser.parse_args()
+    if "AREAL_RAY_ADMIN_KEY" not in os.environ:
+        parser.error("AREAL_RAY_ADMIN_KEY: is not set; must be the key that areal-ray serve prints")
     key = os.environ["AREAL_RAY_ADMIN_KEY"]
     for _ in range(args.groups):
         for session in start(args.url, key, "count lines", group_size=2):

@@ -120,6 +120,8 @@ async def main() -> None:
     parser.add_argument("--group-size", type=int, default=8, help="attempts at a task")
     parser.add_argument("--log", type=Path, help="file for a line a session")
     args = parser.parse_args()
+    if "AREAL_RAY_ADMIN_KEY" not in os.environ:
+        parser.error("AREAL_RAY_ADMIN_KEY: is not set; must be the key that areal-ray serve prints")
     key = os.environ["AREAL_RAY_ADMIN_KEY"]
     program = Program(args.url, key, group_size=args.group_size, log=args.log)
     tasks: asyncio.Queue[Task] = asyncio.Queue()
