@@ -17,18 +17,18 @@ from areal_ray.telemetry.terminal import printable
 
 LOG_FILE = "log.txt"
 REDACTED = "[redacted]"
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|BEARER|WEBHOOK", re.IGNORECASE)
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")
 _SHORTEST_SECRET = 6  # shorter values ("1", "true") would blot out ordinary text
 _PACKAGE = "areal_ray"
 
 
 def secret_values(environment: Mapping[str, str]) -> frozenset[str]:
-    """Values of the variables whose names look like a key, token, secret or password."""
-    return frozenset(
-        value
-        for name, value in environment.items()
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET
-    )
+    """Values of the variables whose names look like a key, token, secret or password, and the
+    passwords in the URLs of all others (proxies, databases)."""
+    named = [value for name, value in environment.items() if _SECRET_NAME.search(name)]
+    within = [word for value in environment.values() for word in _URL_WITH_PASSWORD.findall(value)]
+    return frozenset(value for value in named + within if len(value) >= _SHORTEST_SECRET)
 
 
 def redact(text: str, secrets: Iterable[str]) -> str:

@@ -185,15 +185,22 @@ def test_telemetry_loads_neither_torch_nor_ray_nor_rich():
     assert done.returncode == 0, done.stderr
 
 
-def test_secrets_are_found_by_the_name_of_their_variable():
+def test_secrets_are_found_by_the_name_of_their_variable_and_in_urls():
     environment = {
         "HF_TOKEN": "hf_abcdef",
         "WANDB_API_KEY": "0123456789",
         "MY_SECRET": "hunter22",
+        "DB_PASS": "correct horse",
+        "SLACK_WEBHOOK_URL": "https://hooks.example/T0/B0",
         "USE_KEY": "1",
         "HOME": "/home/someone",
+        "RAY_AUTH_MODE": "disabled",
+        "HTTPS_PROXY": "http://ada:battery-staple@proxy:3128",
+        "REDIS_URL": "redis://:staple@cache",
+        "HOMEPAGE": "http://host:8080/~ada@work",
     }
-    assert secret_values(environment) == {"hf_abcdef", "0123456789", "hunter22"}
+    named = {"hf_abcdef", "0123456789", "hunter22", "correct horse", "https://hooks.example/T0/B0"}
+    assert secret_values(environment) == named | {"battery-staple", "staple"}
     assert redact("a hf_abcdef b", secret_values(environment)) == "a [redacted] b"
 
 
