@@ -22,6 +22,9 @@ from areal_ray.core.storage import writing
 STATE_FILE = "run_state.json"
 """What the driver goes on from: step, version, task cursor, counters, seeds."""
 
+STATE_FORMAT = 2
+"""Of that file; raised when a run needs what an earlier one did not write."""
+
 _LIST_FILE = "complete.json"
 """Name and size of every file; written last, so a folder with it was finished."""
 _POINTER_FILE = "latest"

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_ray.actors import StartPoint
 from areal_ray.beginning import check_model, read_beginning
-from areal_ray.checkpoint import Checkpoints
+from areal_ray.checkpoint import STATE_FORMAT, Checkpoints
 from areal_ray.engines.lora_config import ADAPTER_FOLDER
 from areal_ray.errors import DataError, DeadlineExceeded, RecipeError
 from areal_ray.model_function import is_made, make_apart
@@ -40,12 +40,12 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
                 f"resume: {recipe.folder} has no whole checkpoint. Start the run anew with "
                 "--overwrite, and checkpoint.every_steps small enough to leave one"
             )
-        _check_seed(beginning.state, recipe)
+        _check_state(beginning.state, recipe)
         check_model(beginning, recipe)
         tell("resumes at step 0: it ended before its first checkpoint")
         return StartPoint(absolute_path(recipe.model_path), state=beginning.state, is_resumed=True)
     state = found.checkpoint.state
-    _check_seed(state, recipe)
+    _check_state(state, recipe)
     version = f", at version {state['version']}" if recipe.parts.has_versions else ""
     tell(f"resumes after step {state['step']}{version}")
     folder = str(found.checkpoint.folder.resolve())
@@ -61,7 +61,14 @@ def begin_at(recipe: Recipe, *, resume: bool, tell: Callable[[str], None]) -> St
     )
 
 
-def _check_seed(state: Mapping[str, Any], recipe: Recipe) -> None:
+def _check_state(state: Mapping[str, Any], recipe: Recipe) -> None:
+    written = state.get("format", 1)
+    if written != STATE_FORMAT:
+        raise DataError(
+            f"resume: what {recipe.folder} goes on from is of format {written}; this release of "
+            f"areal_ray reads {STATE_FORMAT}. Resume with the release that wrote it, or start a "
+            "new run with model.path at the newest folder in its checkpoints/"
+        )
     drawn = {**state.get("tasks", {}), **state.get("rows", {})}
     if drawn.get("seed", recipe.seed) != recipe.seed:
         raise DataError(

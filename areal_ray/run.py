@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from areal_ray.agents.slot_stream import SlotStream
 from areal_ray.agents.task_stream import TaskStream
+from areal_ray.checkpoint import STATE_FORMAT
 from areal_ray.core.gate import AdmissionGate
 from areal_ray.core.journal import JournalPlace, SegmentKeeper
 from areal_ray.core.ledger import Lease, Ledger
@@ -66,7 +67,7 @@ class LearnerRun:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from, as JSON values."""
-        return {"step": self.step, "version": self.version}
+        return {"format": STATE_FORMAT, "step": self.step, "version": self.version}
 
     async def bounded(self, work: Awaitable[T], what: str) -> T:
         """Await a learner's work; DeadlineExceeded names `what` where it takes too long."""

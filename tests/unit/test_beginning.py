@@ -6,7 +6,7 @@ import pytest
 
 from areal_ray.actors import StartPoint
 from areal_ray.beginning import BEGINNING_FILE, record_beginning
-from areal_ray.checkpoint import Checkpoints
+from areal_ray.checkpoint import STATE_FORMAT, Checkpoints
 from areal_ray.engines.model_files import weights_mark
 from areal_ray.errors import DataError
 from areal_ray.prepare import begin_at
@@ -24,7 +24,13 @@ steps: 3
 model: {path: "{fileroot}/model"}
 admission: {groups_per_step: 2, n_samples: 2, max_head_offpolicyness: 1}
 """
-STATE = {"step": 0, "version": 0, "tasks": {"next_slot": 0}, "unfinished": []}
+STATE = {
+    "format": STATE_FORMAT,
+    "step": 0,
+    "version": 0,
+    "tasks": {"next_slot": 0},
+    "unfinished": [],
+}
 
 
 @pytest.fixture
@@ -78,6 +84,15 @@ def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(recipe):
     now = {p.name: p.read_text() for p in recipe.folder.iterdir()}
     assert "must be 0" in now.pop("log.txt")
     assert now == {**left, ".lock": ""}
+
+
+def test_what_another_release_wrote_is_refused(recipe):
+    older = {name: value for name, value in STATE.items() if name != "format"}
+    checkpoints = Checkpoints(recipe.folder / CHECKPOINTS_FOLDER)
+    checkpoints.begin(2)
+    checkpoints.commit(2, {**older, "step": 2, "version": 2})
+    with pytest.raises(DataError, match=r"is of format 1; this release of areal_ray reads \d"):
+        resumed(recipe)
 
 
 def test_a_checkpoint_goes_before_it(recipe):

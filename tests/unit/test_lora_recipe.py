@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_ray.checkpoint import Checkpoints
+from areal_ray.checkpoint import STATE_FORMAT, Checkpoints
 from areal_ray.engines.lora_config import ADAPTER_FOLDER, LoraConfig, engine_problems
 from areal_ray.errors import DataError, RecipeError
 from areal_ray.model_check import lora_problems
@@ -125,7 +125,7 @@ def test_a_run_is_resumed_with_adapters_if_it_began_with_them(recipe, tmp_path, 
     if has_adapters:
         (draft / ADAPTER_FOLDER).mkdir()
         (draft / ADAPTER_FOLDER / "adapter_config.json").write_text(json.dumps({}))
-    made = checkpoints.commit(2, {"step": 2, "version": 2})
+    made = checkpoints.commit(2, {"format": STATE_FORMAT, "step": 2, "version": 2})
     same, other = ("model.lora.rank=4", "model.lora=null")
     if not has_adapters:
         same, other = other, same
