@@ -57,7 +57,8 @@ class Turn:
         assert len(logprobs) == count, "vLLM told another number of log-probs than of tokens"
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
-        top = _top_tokens(completion.logprobs) if self.request.top_logprobs else None
+        wanted = self.request.top_logprobs
+        top = top_tokens(completion.logprobs, wanted) if wanted else None
         self.tops.append(top)
         self.is_broken |= not np.isfinite(logprobs).all()
         versions = _token_versions(self._version_starts(completion), first, first + count)
@@ -148,11 +149,22 @@ def _sampled_logprobs(logprobs: Any) -> NDArray[np.float32]:
     return np.asarray(logprobs.logprobs, dtype=np.float32)[first]
 
 
-def _top_tokens(logprobs: Any) -> TopTokens:
-    """Of each position those behind the sampled token: the likeliest, whatever was sampled."""
-    count = len(logprobs.start_indices)
-    ids = np.asarray(logprobs.token_ids, dtype=np.int32).reshape(count, -1)[:, 1:]
-    return TopTokens(ids, np.asarray(logprobs.logprobs, dtype=np.float32).reshape(count, -1)[:, 1:])
+def top_tokens(logprobs: Any, count: int) -> TopTokens:
+    """The `count` likeliest of each position, by rank.
+
+    Behind the sampled token, whatever was sampled; but where vLLM joined what it had told nobody
+    yet, a sampled token that is among them is there but once, in front.
+    """
+    places = []
+    for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+        if end - start > count:
+            places.append(np.arange(end - count, end))
+        else:
+            ranks = np.asarray(logprobs.ranks[start:end], dtype=np.int64)
+            places.append(start + np.argsort(ranks, kind="stable"))
+    at = np.stack(places)
+    ids = np.asarray(logprobs.token_ids, dtype=np.int32)[at]
+    return TopTokens(ids, np.asarray(logprobs.logprobs, dtype=np.float32)[at])
 
 
 def _token_versions(starts: Sequence[tuple[str, int]], first: int, end: int) -> NDArray[np.int32]:

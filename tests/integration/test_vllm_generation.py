@@ -61,6 +61,27 @@ def test_a_tied_head_follows_the_embedding_that_is_swapped_in(tmp_path: Path) ->
     np.testing.assert_allclose(told, expected, atol=1e-4)
 
 
+def test_likeliest_tokens_are_those_whether_or_not_vllm_joins_what_it_told() -> None:
+    from vllm.logprobs import FlatLogprobs
+
+    from areal_ray.engines.vllm_turns import top_tokens
+
+    def told(sampled: int, rank: int) -> FlatLogprobs:
+        logprobs = {7: -0.5, 8: -1.0, 9: -2.0, 5: -3.0}
+        flat, ids = FlatLogprobs(), [sampled, 7, 8, 9]
+        flat.append_fast(ids, [logprobs[i] for i in ids], iter([rank, 1, 2, 3]), [None] * 4)
+        return flat
+
+    joined = told(8, 2)
+    for later in (told(7, 1), told(5, 4), told(9, 3)):
+        joined.extend(later)
+    assert len(joined.token_ids) == 4 + 3 + 4 + 3  # one that is among them is there once
+    for flat, positions in ((told(8, 2), 1), (joined, 4)):
+        top = top_tokens(flat, 3)
+        np.testing.assert_array_equal(top.token_ids, [[7, 8, 9]] * positions)
+        np.testing.assert_array_equal(top.logprobs, [[-0.5, -1.0, -2.0]] * positions)
+
+
 class TestVllm(EngineConformance):
     subject = Subject(
         "vllm",
