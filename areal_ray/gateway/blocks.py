@@ -67,7 +67,7 @@ class BlockReader:
     def __init__(self) -> None:
         self._open: Block | None = None
         self._num_blocks = 0
-        self._has_said = False
+        self.has_said = False
         """Whether any block was no reasoning."""
         self._unplaced: list[TokenLogprob] = []
         """Of tokens before the text that were none of it, such as those of the reasoning."""
@@ -75,7 +75,7 @@ class BlockReader:
     def read(self, event: CallEvent) -> Iterator[tuple[Step, Block, str]]:
         """What an event does to which block, and the text it adds to it."""
         if isinstance(event, ChoiceEnd):
-            if not self._has_said:
+            if not self.has_said:
                 yield from self._opened(self._text_block())
             yield from self._closed()
         elif isinstance(event, ReasoningDelta):
@@ -117,7 +117,7 @@ class BlockReader:
         block.index = self._num_blocks
         self._num_blocks += 1
         self._open = block
-        self._has_said = self._has_said or block.kind is not BlockKind.REASONING
+        self.has_said = self.has_said or block.kind is not BlockKind.REASONING
         yield Step.OPEN, block, ""
 
     def _closed(self) -> Iterator[tuple[Step, Block, str]]:

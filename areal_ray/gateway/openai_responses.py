@@ -157,9 +157,9 @@ class ResponsesWriter:
     def write(self, event: CallEvent) -> bytes:
         """See `StreamWriter.write`."""
         is_cut = isinstance(event, ChoiceEnd) and event.whole.stop_reason in _CUT_OFF
+        has_only_reasoned = not self._blocks.has_said
         written = b""
-        steps = list(self._blocks.read(event))
-        for number, (step, block, text) in enumerate(steps, 1):
+        for step, block, text in self._blocks.read(event):
             place = {"item_id": self._items.id(block), "output_index": block.index}
             if step is Step.OPEN:
                 empty = self._items.item(block, "in_progress")
@@ -171,7 +171,9 @@ class ResponsesWriter:
             else:
                 written += self._arguments(step, block, text, place)
             if step is Step.CLOSE:
-                is_part = (is_cut and number == len(steps)) or block.is_unfinished
+                # What was only reasoned is whole: the text that was to follow is what is cut.
+                is_whole = has_only_reasoned and block.kind is BlockKind.REASONING
+                is_part = (is_cut and not is_whole) or block.is_unfinished
                 whole = self._items.item(block, "incomplete" if is_part else "completed")
                 if not block.is_unfinished:  # the whole says what it says where nothing is streamed
                     self._done.append(whole)
