@@ -363,8 +363,7 @@ class Run(LearnerRun):
         tasks = self.tasks.state_dict()
         unfinished = [[e.epoch, e.task.id, e.attempt] for e in self.ledger.open_leases()]
         return {
-            "step": self.step,
-            "version": self.version,
+            **super().state_dict(),
             "tasks": tasks,
             "unfinished": unfinished,
             **self.records.tally.state_dict(),
