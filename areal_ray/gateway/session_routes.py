@@ -44,10 +44,10 @@ _BODIES: Mapping[str, tuple[Sequence[str], Mapping[str, Schema]]] = {
         ["reward"],
         {
             **_NAMED,
-            **dict.fromkeys(("interaction_id", "conversation_id"), TEXT),
+            **dict.fromkeys(("interaction_id", "conversation_id", "model"), TEXT),
             "reward": NUMBER,
             "turn": WHOLE,
-        },
+        },  # `model` is what clients of AReaL send beside; the session says who answers
     ),
     "/rl/end_session": ([], _NAMED),
     "/export_trajectories": (

@@ -7,6 +7,7 @@ go ends in order before that, and can be resumed.
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ray.exceptions import RayError
@@ -14,6 +15,10 @@ from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 _ANSWERS_S = 3.0
 _TOLD_S = 5.0
+_NOT_ASKED_S = 6.0
+"""Counted as silence, at most, of the time in which nobody asked: a driver that loads a model, or
+was stopped for a while, has heard nothing and knows nothing."""
+_LEAST_ASKED = 2
 _NOTHING = b"areal_ray.head"
 
 
@@ -27,23 +32,53 @@ class HeadNews:
     """Why the run cannot go on."""
 
 
+async def head_answers() -> bool:
+    """Whether it answers anything now; takes some seconds where it does not."""
+    try:
+        async with asyncio.timeout(_ANSWERS_S):
+            await internal_kv_get_gcs_client().async_internal_kv_get(_NOTHING, namespace=None)
+    except (TimeoutError, RayError):
+        return False
+    return True
+
+
 class HeadWatch:
     """Looks at the head of the cluster that this process is connected to."""
 
-    def __init__(self, patience_s: float) -> None:
-        """`patience_s`: how long the head may be silent before it counts as gone."""
+    def __init__(
+        self,
+        patience_s: float,
+        answers: Callable[[], Awaitable[bool]] = head_answers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Look not yet.
+
+        Args:
+            patience_s: How long the head may be silent before it counts as gone.
+            answers: Asks it.
+            clock: In seconds.
+        """
         self._patience_s = patience_s
-        self._answered_s = time.monotonic()
+        self._answers = answers
+        self._clock = clock
+        self._silent_since = clock()
+        """Its last answer; or later, where it was not asked."""
+        self._num_unanswered = 0
         self._is_told = False
 
     async def look(self) -> HeadNews:
         """Ask it anything; takes some seconds where it does not answer."""
+        began = self._clock()
         if await self._answers():
             was_told, self._is_told = self._is_told, False
-            self._answered_s = time.monotonic()
+            self._silent_since, self._num_unanswered = self._clock(), 0
             return HeadNews("Ray's head answers again" if was_told else "")
-        silent_s = time.monotonic() - self._answered_s
-        if silent_s >= self._patience_s:
+        if not self._num_unanswered:
+            self._silent_since = max(self._silent_since, began - _NOT_ASKED_S)
+        self._num_unanswered += 1
+        silent_s = self._clock() - self._silent_since
+        # One look proves nothing: this process may have stood still during it.
+        if silent_s >= self._patience_s and self._num_unanswered >= _LEAST_ASKED:
             return HeadNews(
                 gone=f"Ray's head has not answered for {silent_s:.0f} s. Start the cluster anew, "
                 "then `areal-ray resume`; where a head comes back by itself (fault tolerance), set "
@@ -53,11 +88,3 @@ class HeadWatch:
             self._is_told = True
             return HeadNews(f"Ray's head has not answered for {silent_s:.0f} s")
         return HeadNews()
-
-    async def _answers(self) -> bool:
-        try:
-            async with asyncio.timeout(_ANSWERS_S):
-                await internal_kv_get_gcs_client().async_internal_kv_get(_NOTHING, namespace=None)
-        except (TimeoutError, RayError):
-            return False
-        return True

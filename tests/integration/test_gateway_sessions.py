@@ -105,6 +105,19 @@ def test_a_misspelt_field_is_refused_and_changes_nothing(tmp_path):
     run(tmp_path, [Said("a")], test)
 
 
+def test_what_areal_s_own_clients_send_is_taken_with_nulls_and_a_model(tmp_path):
+    async def test(replica: Replica) -> None:
+        key = (await started(replica, api_key=None, group_size=1))["api_key"]
+        await asked(replica, key)
+        reward = {"interaction_id": None, "reward": 1.0, "model": "default"}
+        assert (await replica.rl("/rl/set_reward", key, **reward))[0] == 200
+        assert (await replica.rl("/rl/end_session", key))[0] == 200
+        group = await replica.sessions.next_ready()
+        assert [t.reward for t in group.trajectories] == [1.0]
+
+    run(tmp_path, [Said("a")], test)
+
+
 def test_without_a_slot_a_start_is_told_when_to_come_again(tmp_path):
     async def test(replica: Replica) -> None:
         status, told, headers = await replica.rl("/rl/start_session", task_id="t")
