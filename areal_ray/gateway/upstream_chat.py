@@ -1,7 +1,6 @@
 """Chat Completions from the client's side: a call as a request body, and streamed chunks read."""
 
 import json
-import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,10 @@ from areal_ray.gateway.turn_reader import shown_tools
 
 _STOPS = {"length": StopReason.LENGTH, "tool_calls": StopReason.TOOL_CALLS}
 _PLAIN = ("temperature", "top_p", "seed")
+_LEAST_LOGPROB = -9999.0
+"""What the API has for a token that cannot come; other servers send -Infinity, which JSON lacks."""
+_MOST_LOGPROB = 1e6
+"""Above 0 by rounding at most; what is far beyond is no number that a client could read."""
 
 
 def chat_body(call: Call, model: str, limit_field: str = "max_tokens") -> dict[str, Any]:
@@ -214,8 +217,9 @@ def _told_token(told: Any) -> TokenLogprob:
     text, raw = known.get("token"), known.get("bytes")
     logprob: Any = known.get("logprob")
     is_number = isinstance(logprob, int | float) and not isinstance(logprob, bool)
-    if not isinstance(text, str) or not is_number or not logprob < math.inf:  # nor NaN
+    if not isinstance(text, str) or not is_number or not logprob < _MOST_LOGPROB:  # nor NaN
         raise ValueError("a token in it has no text or no log-prob")
+    logprob = max(logprob, _LEAST_LOGPROB)
     if raw is None:  # the provider knows none
         return TokenLogprob(text, float(logprob), text.encode())
     if not all(type(byte) is int and 0 <= byte < 256 for byte in _listed(raw)):

@@ -8,7 +8,7 @@ from areal_ray.gateway.anthropic import AnthropicMessages
 from areal_ray.gateway.call import CallHints
 from areal_ray.gateway.openai_chat import OpenAIChat
 from areal_ray.gateway.openai_responses import OpenAIResponses
-from areal_ray.gateway.upstream_chat import chat_body
+from areal_ray.gateway.upstream_chat import Gathered, chat_body
 
 MESSAGES = [{"role": "user", "content": "17+25?"}]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -73,3 +73,22 @@ def test_what_has_to_be_kept_strictly_is_asked_for_so():
     del wanted["json_schema"]["strict"]
     sent = told(OpenAIChat(), {"messages": MESSAGES, "response_format": wanted})
     assert "strict" not in sent["response_format"]["json_schema"]
+
+
+def with_logprob(logprob: Any) -> Gathered:
+    """A choice of which one token has come."""
+    found = Gathered(0, wants_logprobs=True)
+    told = {"token": "a", "bytes": [97], "logprob": logprob}
+    found.feed({"delta": {"content": "a"}, "logprobs": {"content": [told]}})
+    return found
+
+
+@pytest.mark.parametrize("logprob", [float("-inf"), -(10**400), -20000.0])
+def test_a_token_that_cannot_come_has_a_logprob_that_json_can_hold(logprob):
+    assert [token.logprob for token in with_logprob(logprob).logprobs] == [-9999.0]
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), 10**400, "-1", True, None])
+def test_a_logprob_that_is_none_is_the_provider_s_fault(logprob):
+    with pytest.raises(ValueError, match="no log-prob"):
+        with_logprob(logprob)
