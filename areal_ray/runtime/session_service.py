@@ -47,6 +47,8 @@ class _Outbox:
 
     notes: list[Note] = field(default_factory=list)
     sending: "asyncio.Future[None] | None" = None
+    is_behind: bool = False
+    """The gateway has not heard yet what a run that goes on knows of its sessions."""
 
 
 class SessionService:
@@ -101,6 +103,7 @@ class SessionService:
                 self._tracker.enter(lease.group_id, "gateway", "restart")
                 member = self._owing_one() or await self.fleet.least_busy()
                 self._tracker.enter(lease.group_id, member, "wait for clients")
+                await self._caught_up(member)
                 try:
                     made, payload = await self.fleet.submit_payload(
                         member, "serve_group", lease.group_id
@@ -153,11 +156,20 @@ class SessionService:
             events: All of its ledger's journal, from before this resumption.
             step: Steps that its checkpoint holds.
         """
-        ends = ends_of(events, step)
-        for delivery, (verb, fact) in ends:
+        # The oldest last: what is handed back comes before all that a gateway has to offer.
+        for delivery, (verb, fact) in reversed(ends_of(events, step)):
             if verb != "hand_back":
                 self._known.update(delivery.sessions)
             self._tell(delivery, verb, fact)
+        for outbox in self._outboxes.values():
+            outbox.is_behind = bool(outbox.notes)
+
+    async def _caught_up(self, name: str) -> None:
+        """Wait until a gateway has heard what `go_on` told: before, it would offer what it holds
+        in another order, and the oldest groups would be too old by their turn."""
+        outbox = self._outboxes.get(name)
+        if outbox is not None and outbox.is_behind and outbox.sending is not None:
+            await asyncio.wait({outbox.sending})
 
     def _owing_one(self) -> str:
         name = next((name for name, count in self._owing.items() if count), "")
@@ -205,6 +217,7 @@ class SessionService:
             else:
                 del outbox.notes[: len(notes)]
                 self._forget_ended(notes)
+        outbox.is_behind = False
 
     def _forget_ended(self, heard: Sequence[Note]) -> None:
         for note in heard:

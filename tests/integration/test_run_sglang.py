@@ -44,10 +44,10 @@ def test_a_replica_whose_server_refuses_an_update_starts_anew_at_once(runs: Runs
 
         server._on_update_weights_from_disk = refuse_the_second  # type: ignore[method-assign]
         engine = f"{{kind: sglang, url: '{server.url}', max_context_tokens: 128}}"
-        summary = runs.run("refused", f"rollout.engine={engine}", "steps=4")
+        summary = runs.run("update-refused", f"rollout.engine={engine}", "steps=4")
     assert refused
     assert (summary.outcome, summary.steps, server.version) == ("finished", 4, "4")
-    folder = runs.folder / "refused"
+    folder = runs.folder / "update-refused"
     assert assert_books_balance(folder)["trained"] == 16
     assert "rollout-0 ended itself" in events_of(folder) or "had ended itself" in events_of(folder)
     assert "version 2 is not loaded" in events_of(folder)

@@ -145,3 +145,33 @@ def test_who_follows_a_ledger_hears_of_each_end_after_the_journal():
         *(("journal", "committed"), ("follower", "committed")),
         *(("journal", "trained"), ("follower", "trained")),
     ]
+
+
+def test_a_run_that_goes_on_asks_a_gateway_for_groups_once_it_has_heard_what_was_before():
+    class Hearing(Gateways):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes: list[Note] = []
+            self.may_hear = asyncio.Event()
+
+        async def submit(self, name: str, verb: str, notes: list[Note]) -> None:
+            await self.may_hear.wait()
+            self.notes += notes
+
+    async def go() -> None:
+        gateways = Hearing()
+        service = SessionService(gateways, Tracker(), max_attempts=2)
+        events = [committed(f"0/slot-{n}/0", f"old-{n}") for n in range(3)]
+        service.go_on([*events, trained(1, "0/slot-0/0")], step=1)
+        lease = Lease(0, Task("t", ()), 0, 0)
+        asking = asyncio.ensure_future(service.run_group(lease))
+        await asyncio.sleep(0.01)
+        assert (gateways.num_offered, asking.done()) == (0, False)
+        gateways.may_hear.set()
+        await asking
+        assert gateways.num_offered == 1
+        # Each goes before all others, so the oldest has to be the last.
+        handed_back = [note.sessions for note in gateways.notes if note.verb == "hand_back"]
+        assert handed_back == [("old-2",), ("old-1",)]
+
+    asyncio.run(go())
