@@ -5,15 +5,12 @@ RAY_gcs_rpc_server_reconnect_timeout_s: without a word of what the run came to. 
 go ends in order before that, and can be resumed.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from ray.exceptions import RayError
-from ray.experimental.internal_kv import internal_kv_get_gcs_client
+from areal_ray.runtime.ray_store import StoreSilent, read_stored
 
-_ANSWERS_S = 3.0
 _TOLD_S = 5.0
 _NOT_ASKED_S = 6.0
 """Counted as silence, at most, of the time in which nobody asked: a driver that loads a model, or
@@ -35,9 +32,8 @@ class HeadNews:
 async def head_answers() -> bool:
     """Whether it answers anything now; takes some seconds where it does not."""
     try:
-        async with asyncio.timeout(_ANSWERS_S):
-            await internal_kv_get_gcs_client().async_internal_kv_get(_NOTHING, namespace=None)
-    except (TimeoutError, RayError):
+        await read_stored(_NOTHING)
+    except StoreSilent:
         return False
     return True
 

@@ -4,7 +4,6 @@ Kept in Ray's own key-value store under the actor's id: there it outlives the pr
 driver and the process that takes its place read it, on whatever node they are.
 """
 
-import asyncio
 import logging
 import os
 from collections.abc import Iterator
@@ -13,21 +12,15 @@ from typing import NoReturn
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
-from ray.experimental.internal_kv import (
-    _internal_kv_del,
-    _internal_kv_get,
-    _internal_kv_put,
-    internal_kv_get_gcs_client,
-)
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from areal_ray.errors import ArealRayError, DeadlineExceeded, EngineDied
+from areal_ray.runtime.ray_store import StoreSilent, read_stored, remove_stored
 
 _log = logging.getLogger(__name__)
 _WORDS = "areal_ray.last_words"
 _STARTS = "areal_ray.starts"
 _MOST_STARTS = 3
-_STORE_ANSWERS_S = 3.0
 
 
 @contextmanager
@@ -73,14 +66,12 @@ def end(name: str, cause: ArealRayError) -> NoReturn:
 async def taken(actor: ActorHandle) -> str:
     """What an actor's ended process left behind, told once; empty where it left nothing, or where
     Ray's store does not answer within seconds: its head may have been ended with the actor."""
-    store, key = internal_kv_get_gcs_client(), actor._actor_id.hex().encode()
-    where = _WORDS.encode()
+    key, where = actor._actor_id.hex().encode(), _WORDS.encode()
     try:
-        async with asyncio.timeout(_STORE_ANSWERS_S):
-            words: bytes | None = await store.async_internal_kv_get(key, namespace=where)
-            if words:
-                await store.async_internal_kv_del(key, False, namespace=where)
-    except (TimeoutError, RayError) as error:
+        words = await read_stored(key, where)
+        if words:
+            await remove_stored(key, where)
+    except StoreSilent as error:
         _log.warning("Ray's store does not say what %s left behind: %s", key.decode(), error)
         return ""
     return (words or b"").decode()
